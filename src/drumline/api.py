@@ -6,6 +6,7 @@ Works in notebooks, and in scripts without `if __name__ == "__main__"`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -64,7 +65,13 @@ def distill(recipe: Recipe) -> dict[str, Any]:
     return start(recipe, "distill")
 
 
-def evaluate(path: str | PathLike[str], *settings: str) -> dict[str, Any]:
+def evaluate(
+    path: str | PathLike[str],
+    *settings: str,
+    per_class: bool = False,
+    predictions: str | PathLike[str] = "",
+    confusion: str | PathLike[str] = "",
+) -> dict[str, Any]:
     """Scores a model on the evaluation split, each sample exactly once.
 
     Example:
@@ -75,14 +82,26 @@ def evaluate(path: str | PathLike[str], *settings: str) -> dict[str, Any]:
     Args:
         path: A run folder, a checkpoint or a weights file.
         settings: Settings that override the recipe of the run, such as `"data.batch=64"`.
+        per_class: Adds `per_class` to the result: a dict for each class, with `class`, `samples`, `correct`,
+            `accuracy`, `precision`, `f1`, and `confused_with`, the class that it is most often taken for.
+        predictions: A CSV file to write, with a row for each sample.
+        confusion: A CSV file to write, with the confusion matrix.
 
     Returns:
-        The score as a dict: `samples` and `correct` (int), `top1`, `top5` and `loss` (float; None if an output of the
-        model is not finite), `classes`, `nonfinite_samples`, `broken_samples` (int), `weights` (str).
+        The score as a dict: `samples` and `correct` (int), `top1`, `top5`, `loss`, `balanced_accuracy`, `macro_f1`,
+        `calibration_error` and `mean_confidence` (float; None if an output of the model is not finite), `classes`,
+        `nonfinite_samples`, `broken_samples` (int), `weights` (str).
 
     Raises:
         UserError: There are no weights at `path`, or they do not fit the data.
     """
-    from drumline.cli.eval import read_invocation
+    from drumline.cli.eval import read_invocation, report_options
 
-    return start(read_invocation([fspath(path), *settings]).recipe, "eval")
+    invocation = read_invocation([fspath(path), *settings])
+    options = replace(
+        invocation.options,
+        per_class=per_class or invocation.options.per_class,
+        predictions=fspath(predictions) or invocation.options.predictions,
+        confusion=fspath(confusion) or invocation.options.confusion,
+    )
+    return start(invocation.recipe, "eval", report_options(options))

@@ -46,15 +46,25 @@ def test_two_processes_learn_the_digits_to_97_percent(tmp_path: Path) -> None:
 
 
 def test_evaluation_gives_the_same_counts_on_1_2_and_3_processes(trained: Path) -> None:
+    words = ("eval", "runs/learnt", "parallel.threads=1", "--per-class")
     found = [
         result(
-            drumline("eval", "runs/learnt", f"parallel.processes={n}", "parallel.threads=1", folder=trained)
+            drumline(
+                *words,
+                f"parallel.processes={n}",
+                f"--predictions={n}.csv",
+                f"--confusion=matrix-{n}.csv",
+                folder=trained,
+            )
         )
         for n in (1, 2, 3)
     ]
-    counts = [(score["samples"], score["correct"], score["correct5"], score["loss"]) for score in found]
-    assert counts[0][0] == 359  # a prime: nothing divides it
-    assert counts == [counts[0]] * 3
+    assert found[0]["samples"] == 359  # a prime: nothing divides it
+    assert sum(one["correct"] for one in found[0]["per_class"]) == found[0]["correct"]
+    assert found == [found[0]] * 3
+    for name in ("{}.csv", "matrix-{}.csv"):
+        files = [(trained / name.format(n)).read_text() for n in (1, 2, 3)]
+        assert files == [files[0]] * 3
 
 
 def test_a_run_its_checkpoint_and_its_weights_have_the_same_score(trained: Path) -> None:

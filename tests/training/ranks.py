@@ -32,6 +32,7 @@ from drumline.training import metrics
 from drumline.training.evaluate import evaluate
 from drumline.training.guards import state_tensors
 from drumline.training.metrics import Metric, Outputs
+from drumline.training.report import Predictions
 from drumline.training.reporter import MeterReader
 from drumline.training.stop import StopSign
 from tests.launch.job import is_running
@@ -224,9 +225,20 @@ def evaluation(world: World) -> dict[str, Any]:
             samples=SAMPLES, batch=EVAL_BATCH, rank=world.rank, world=world.size
         )
     )
-    return asdict(
-        evaluate(tiny.normed(3), batches, SAMPLES, EVAL_BATCH, tiny.NORMALISE, world, FP32, metrics=METRICS)
+    seen = Predictions(SAMPLES, tiny.CPU)
+    found = evaluate(
+        tiny.normed(3),
+        batches,
+        SAMPLES,
+        EVAL_BATCH,
+        tiny.NORMALISE,
+        world,
+        FP32,
+        metrics=METRICS,
+        record=seen.add,
     )
+    predicted, probability = seen.gather(world)
+    return asdict(found) | {"predictions": predicted.tolist(), "probabilities": probability.tolist()}
 
 
 def score(world: World, folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import Iterator
@@ -96,6 +97,63 @@ def test_classes_in_another_order_and_some_of_them_score_right(weights: Path, tm
     assert scored(photos(tmp_path / "all"), weights) == (9, 9, 3)
     assert scored(photos(tmp_path / "some", blue="blue", green="green"), weights) == (6, 6, 2)
     assert scored(photos(tmp_path / "swapped", blue="green", green="blue"), weights) == (0, 6, 2)
+
+
+def test_rows_of_a_report_are_classes_by_name(
+    weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The data has two of the three classes, in a different order from the model, and calls green images blue."""
+    data = photos(tmp_path / "some", blue="green", red="red")
+    words = ["eval", str(weights), "--trust", f"model.name={RECORD.model}", f"data.path={data}"]
+    files = [f"--predictions={tmp_path / 'p.csv'}", f"--confusion={tmp_path / 'c.csv'}"]
+    assert main([*words, "data.workers=0", "--per-class", *files]) == 0
+    out, err = capfd.readouterr()
+    classes = json.loads(out.splitlines()[-1])["per_class"]
+    assert [(each["class"], each["samples"], each["correct"], each["predicted"]) for each in classes] == [
+        ("red", 3, 3, 3),
+        ("green", 0, 0, 3),
+        ("blue", 3, 0, 0),
+    ]
+    assert (classes[2]["confused_with"], classes[2]["confused"]) == ("green", 3)
+    assert (classes[1]["accuracy"], classes[2]["precision"]) == (None, None)
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    found = [(row["sample"], row["label"], row["prediction"], row["correct"]) for row in rows]
+    blue, red = (str(data / "val" / name) for name in ("blue", "red"))
+    assert found[0] == (f"{blue}/0.png", "blue", "green", "false")
+    assert found[3] == (f"{red}/0.png", "red", "red", "true")
+    assert all(0.5 < float(row["probability"]) < 1 for row in rows)
+    assert (tmp_path / "c.csv").read_text().splitlines() == [
+        "label \\ prediction,red,green,blue",
+        "red,3,0,0",
+        "green,0,0,0",
+        "blue,0,3,0",
+    ]
+    assert "blue         3        0      0.0%  green (3)" in err
+
+
+def test_a_report_that_cannot_be_written_is_rejected_before_the_work(
+    weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(weights), "--trust", f"model.name={RECORD.model}", "data.path=nowhere"]
+    assert main([*words, f"--predictions={tmp_path / 'missing' / 'p.csv'}"]) == 2
+    assert "p.csv cannot be written" in capfd.readouterr().err
+    same = tmp_path / "same.csv"
+    assert main([*words, f"--predictions={same}", f"--confusion={same}"]) == 2
+    assert f"--predictions and --confusion are both {same}" in capfd.readouterr().err
+
+
+def test_a_broken_image_is_marked_among_the_predictions(weights: Path, tmp_path: Path) -> None:
+    data = photos(tmp_path / "all")
+    (data / "val/red/1.png").write_bytes(b"nothing")
+    given = recipe(data, weights)
+    found = evaluate_weights(
+        replace(given, data=replace(given.data, bad_limit=0.5)),
+        single_process(CPU),
+        predictions=str(tmp_path / "p.csv"),
+    )
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [bool(row["error"]) for row in rows] == [row["sample"].endswith("red/1.png") for row in rows]
+    assert found.broken_samples == 1
 
 
 def test_packed_sets_and_tars_score_the_same(weights: Path, tmp_path: Path) -> None:

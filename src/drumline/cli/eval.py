@@ -8,18 +8,35 @@ if the command line names or trusts it.
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from drumline.cli.help import Command
 from drumline.cli.train import announce
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, names_code, read_recipe
 from drumline.core.errors import UserError
-from drumline.training.metrics import METRICS
+from drumline.core.files import check_output
+from drumline.training.metrics import BINS, METRICS
 
 _METRICS = "\n        ".join(
-    f"  {', '.join(filter(None, (metric.name, metric.count))):<16}  {metric.about}" for metric in METRICS
+    f"  {', '.join(filter(None, (metric.name, metric.count))):<17}  {metric.about}" for metric in METRICS
 )
+
+
+@dataclass(frozen=True)
+class Options(RecipeOptions):
+    """The options of `drumline eval`."""
+
+    per_class: bool = False
+    """Show each class: samples, correct, accuracy, and what it is most often taken for. Of many, the worst."""
+    predictions: str = ""
+    """Write a CSV file with a row for each sample: its path, label, prediction, probability, and whether it is
+    correct."""
+    confusion: str = ""
+    """Write the confusion matrix as a CSV file: a row for each label, a column for each prediction."""
+
+
 COMMAND = Command(
     name="eval",
     usage="PATH [section.key=value ...] [options]",
@@ -58,17 +75,23 @@ COMMAND = Command(
         example, have no effect.
 
         If stdout is not a terminal, its last line is JSON: weights, samples,
-        nonfinite_samples, classes, model_classes, broken_samples, and the metrics (null if
-        they are not finite):
+        nonfinite_samples, classes, model_classes, broken_samples, with --per-class a list
+        `per_class`, and the metrics (null if they are not finite):
         {_METRICS}
+          balanced_accuracy  mean accuracy of the classes that have samples
+          macro_f1           mean F1 of the classes that have samples or predictions
+          calibration_error  expected calibration error, in {BINS} bins of equal width
+          mean_confidence    mean probability of the predicted classes
 
         Exit code 0: scored. 2: an error, with a fix, such as different classes or NaN in the
         weights.
     """,
-    options=RecipeOptions,
+    options=Options,
     examples="""
   drumline eval runs/photos                        the best weights of a run
   drumline eval runs/photos/checkpoints/step-500   one of its checkpoints
+  drumline eval runs/photos --per-class            which classes go wrong
+  drumline eval runs/photos --predictions all.csv --confusion matrix.csv
   drumline eval runs/photos data.path=other        on other photographs
   drumline eval runs/photos data.path=photos/val   all images of a folder
   drumline eval best.safetensors data.path=photos  exported weights, anywhere
@@ -93,20 +116,34 @@ def main(argv: list[str]) -> int:
 
     with without_garbage_collection():
         invocation = read_invocation(argv)
+        reports = report_options(invocation.options)
     if invocation.options.dry_run:
         from drumline.cli.dry_run import show
 
         return show(invocation, "eval")
 
-    return run(["eval", *argv], invocation.recipe, "eval")
+    return run(["eval", *argv], invocation.recipe, "eval", reports)
 
 
-def read_invocation(argv: list[str]) -> Invocation[RecipeOptions]:
+def report_options(options: Options) -> dict[str, Any]:
+    """The options of the job. Rejects a file that cannot be written: before the work, not after."""
+    files = {"predictions": options.predictions, "confusion": options.confusion}
+    for name, file in files.items():
+        if file:
+            check_output(f"--{name}", Path(file))
+    if options.predictions and Path(options.predictions).resolve() == Path(options.confusion).resolve():
+        raise UserError(
+            f"--predictions and --confusion are both {options.confusion}", "give two different files"
+        )
+    return {"per_class": options.per_class, **files}
+
+
+def read_invocation(argv: list[str]) -> Invocation[Options]:
     """The recipe by which a model is scored: that of its run, with what the arguments change."""
     from drumline.state.folder import run_of
 
     path = Path(argv[0]) if argv and _is_path(argv[0]) else None
-    invocation = read_recipe([*_settings(path), *argv[1:]] if path else argv, "eval", RecipeOptions)
+    invocation = read_recipe([*_settings(path), *argv[1:]] if path else argv, "eval", Options)
     if path is not None:
         _reject_unknowns(path, invocation)
         invocation = _without_the_runs_holdout(path, invocation)
@@ -142,7 +179,7 @@ def _settings(path: Path) -> list[str]:
     return [*argv, f"model.weights={path}"]
 
 
-def _without_the_runs_holdout(path: Path, invocation: Invocation[RecipeOptions]) -> Invocation[RecipeOptions]:
+def _without_the_runs_holdout(path: Path, invocation: Invocation[Options]) -> Invocation[Options]:
     """Drops the run's data.holdout for other data, unless the command line sets it."""
     from drumline.config.toml import load_recipe
     from drumline.state.folder import run_of
@@ -156,7 +193,7 @@ def _without_the_runs_holdout(path: Path, invocation: Invocation[RecipeOptions])
     return replace(invocation, recipe=replace(recipe, data=replace(recipe.data, holdout=0.0)))
 
 
-def _reject_unknowns(path: Path, invocation: Invocation[RecipeOptions]) -> None:
+def _reject_unknowns(path: Path, invocation: Invocation[Options]) -> None:
     """Weights alone do not say everything that a score needs, and a default would be used silently."""
     from drumline.state.folder import run_of
     from drumline.state.weights import resolve_weights, weights_record

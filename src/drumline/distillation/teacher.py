@@ -38,7 +38,7 @@ from drumline.state.folder import run_of
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
 from drumline.training.evaluate import score_module
-from drumline.training.metrics import Metric, Score
+from drumline.training.metrics import Metric, Outputs, Score
 from drumline.training.model import model_record, reject_nonfinite, verify_weights
 from drumline.training.sets import Sets
 
@@ -302,13 +302,17 @@ def measure_teacher(
     grid, peers = strategy.grid, strategy.grid.peers
     own = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
     bar = partial(progress, text="measuring the teacher", total=len(own)) if grid.world.is_rank_zero else iter
+
+    def record(outputs: Outputs) -> None:
+        predictions[outputs.samples] = outputs.logits.argmax(dim=1)
+
     return score_module(
         _ForEvaluation(teacher, runs_here),
         sets,
         strategy.recipe,
         grid,
         through=bar,
-        record=predictions,
+        record=record,
         precision=strategy.precision,
     )
 

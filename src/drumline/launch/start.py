@@ -34,9 +34,12 @@ from drumline.launch.failure import Failure, render_failure
 from drumline.launch.supervisor import Outcome
 from drumline.observe.text_log import say
 
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-def run(argv: Sequence[str], recipe: Recipe, job: str) -> int:
-    """Runs a job and returns the exit code. `argv` is the command line that does the same in another process."""
+
+def run(argv: Sequence[str], recipe: Recipe, job: str, options: Mapping[str, Any] = NO_OPTIONS) -> int:
+    """Runs a job and returns the exit code. `argv` is the command line that does the same in another process;
+    `options` are those of the job, by name."""
     with without_garbage_collection():
         info, processes = resolve_processes(recipe)
     if processes:
@@ -44,7 +47,7 @@ def run(argv: Sequence[str], recipe: Recipe, job: str) -> int:
     with without_garbage_collection():
         from drumline.launch.worker import work
 
-    return work(info, recipe, job)
+    return work(info, recipe, job, options)
 
 
 @contextmanager
@@ -62,8 +65,8 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def start(recipe: Recipe, job: str = "train") -> dict[str, Any]:
-    """Runs a recipe and returns the final metrics. `job` is "train" or "distill".
+def start(recipe: Recipe, job: str = "train", options: Mapping[str, Any] = NO_OPTIONS) -> dict[str, Any]:
+    """Runs a recipe and returns the final metrics. `job` is "train", "distill" or "eval", with options of its own.
 
     `finished` is False in the result if a signal stopped the run (Ctrl-C, or the interrupt button of a notebook): it
     has saved and can be resumed. Raises `UserError` for a mistake, `RuntimeError` with the traceback of the worker
@@ -72,13 +75,13 @@ def start(recipe: Recipe, job: str = "train") -> dict[str, Any]:
     check(recipe)
     info, processes = resolve_processes(recipe)
     if processes:
-        return _launch(recipe, job, processes)
+        return _launch(recipe, job, processes, options)
 
     from drumline.launch.worker import call, connect, explained
 
     world = connect(info, recipe)
     try:
-        result: dict[str, Any] = json.loads(json_line(call(job, recipe, world).as_dict()))
+        result: dict[str, Any] = json.loads(json_line(call(job, recipe, world, options).as_dict()))
         return result
     except Exception as error:
         if (clearer := explained(error)) is error:
@@ -164,13 +167,16 @@ def cuda_settings(recipe: Recipe) -> dict[str, str]:
     return settings
 
 
-def _launch(recipe: Recipe, job: str, processes: int) -> dict[str, Any]:
+def _launch(recipe: Recipe, job: str, processes: int, options: Mapping[str, Any]) -> dict[str, Any]:
     # Workers find modules where this process does.
     path = {"PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)}
     with tempfile.TemporaryDirectory(prefix="drumline-") as folder:
         file = Path(folder) / "recipe.toml"
         file.write_text(dump_recipe(recipe))
         argv = [job, str(file), "--trust"]
+        for name, value in options.items():
+            flag = f"--{name.replace('_', '-')}"
+            argv += [flag] * value if isinstance(value, bool) else [f"{flag}={value}"]
         outcome = launch_workers(argv, recipe, processes, _print, variables=path, returns_result=True)
     if outcome.failure is not None:
         raise _error(outcome.failure)

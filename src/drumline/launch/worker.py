@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from drumline.core.text import json_line, message, print_result
 from drumline.launch.failure import record_failure
 from drumline.launch.hang import answer_signal
 from drumline.launch.network import choose_interface, listening_address, socket_variables
+from drumline.launch.start import NO_OPTIONS
 from drumline.launch.workers import RESULT
 from drumline.observe.text_log import say
 from drumline.parallel.process_group import init_world, pick_device, resolve_device_type
@@ -39,10 +41,10 @@ JOBS = {
     "distill": "drumline.distillation.run:distill",
     "eval": "drumline.training.evaluate:evaluate_weights",
 }
-"""The function of each job, called with recipe and world."""
+"""The function of each job, called with recipe and world, and with the options of its own."""
 
 
-def work(info: RankInfo | None, recipe: Recipe, job: str) -> int:
+def work(info: RankInfo | None, recipe: Recipe, job: str, options: Mapping[str, Any] = NO_OPTIONS) -> int:
     """Runs a job in this process; returns the exit code, or ends the process if it is a rank."""
     ours = info is not None and info.started_by == "drumline"
     if ours:
@@ -53,7 +55,7 @@ def work(info: RankInfo | None, recipe: Recipe, job: str) -> int:
     world = single_process(pick_device(device_type, info.local_rank if info else 0))
     try:
         world = connect(info, recipe)
-        result = call(job, recipe, world)
+        result = call(job, recipe, world, options)
     except BaseException as error:
         if info is None or (info.world_size == 1 and not ours):
             raise
@@ -80,13 +82,13 @@ def connect(info: RankInfo | None, recipe: Recipe) -> World:
     return init_world(info, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
 
 
-def call(job: str, recipe: Recipe, world: World) -> Any:
+def call(job: str, recipe: Recipe, world: World, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
     """Calls the function of a job. A restart continues in the run folder that the first start has claimed."""
     if name := claimed():
         mode = world.broadcast_object(restart_resume(recipe, name) if world.is_rank_zero else "")
         recipe = restart_recipe(recipe, name, mode)
     module, function = JOBS[job].split(":")
-    return getattr(importlib.import_module(module), function)(recipe, world)
+    return getattr(importlib.import_module(module), function)(recipe, world, **options)
 
 
 def _publish(result: dict[str, Any]) -> None:

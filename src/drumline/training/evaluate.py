@@ -7,11 +7,13 @@ of samples is checked against the source, and a mismatch stops the run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core import arithmetic
 from drumline.core.errors import UserError
+from drumline.core.files import write_output
 from drumline.core.heartbeat import Phase, enter
 from drumline.core.precision import FP32, Precision, autocast, resolve_precision
 from drumline.core.progress import progress
@@ -37,6 +40,8 @@ from drumline.training import metrics as table
 from drumline.training.consistency import check_data, check_recipes, check_software
 from drumline.training.metrics import Metric, Outputs, Score, Sums, describe, score_of
 from drumline.training.model import FIELDS, build_model, model_record, reject_nonfinite, shared_weights
+from drumline.training.report import Predictions, Report
+from drumline.training.report_output import class_lines, confusion_csv, predictions_csv, summary
 from drumline.training.sets import (
     Normalise,
     Sets,
@@ -57,16 +62,21 @@ class EvalResult:
     """The number of the model's classes that the evaluation set has samples of."""
     model_classes: int
     broken_samples: int
+    report: Report
+    per_class: bool = False
+    """Whether the line of JSON has the classes one by one."""
 
     def as_dict(self) -> dict[str, Any]:
         """For the line of JSON. A metric is None if it is not finite; samples without a finite output are wrong."""
         return {
             "weights": self.weights,
             **self.score.result(),
+            **self.report.result(),
             "nonfinite_samples": self.score.nonfinite,
             "classes": self.classes,
             "model_classes": self.model_classes,
             "broken_samples": self.broken_samples,
+            **({"per_class": [each.as_dict() for each in self.report.classes]} if self.per_class else {}),
         }
 
 
@@ -81,12 +91,12 @@ def evaluate(
     precision: Precision,
     watch: Callable[[int], None] = lambda done: None,
     metrics: Sequence[Metric] | None = None,
-    record: torch.Tensor | None = None,
+    record: Callable[[Outputs], None] = lambda outputs: None,
     readers: int = 1,
     outputs: torch.Tensor | None = None,
 ) -> Score:
     """Runs `model` in eval mode over this rank's batches and sums over the world; where the model returns None, a
-    different rank has the output. `record` takes the predicted class of this rank's samples, by sample id. `readers`
+    different rank has the output. `record` is called with the outputs of each of this rank's batches. `readers`
     go through the set at the same time. `outputs` maps each label to the model's output, where the model numbers its
     classes differently from the data."""
     was_training = model.training
@@ -102,9 +112,9 @@ def evaluate(
         if output is not None:
             logits = output[: len(batch.labels)].float()
             labels = batch.labels if outputs is None else outputs[batch.labels]
-            sums.add(Outputs(logits, labels, batch.samples))
-            if record is not None:
-                record[batch.samples] = logits.argmax(dim=1)
+            of_batch = Outputs(logits, labels, batch.samples)
+            sums.add(of_batch)
+            record(of_batch)
         done += len(batch.labels)
         watch(min(samples, done * readers))
         enter(Phase.EVALUATING)
@@ -143,7 +153,7 @@ def score_module(
     watch: Callable[[int], None] = lambda done: None,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
     metrics: Sequence[Metric] | None = None,
-    record: torch.Tensor | None = None,
+    record: Callable[[Outputs], None] = lambda outputs: None,
     outputs: torch.Tensor | None = None,
     blank: bool = False,
     precision: Precision = FP32,
@@ -168,8 +178,11 @@ def score_module(
         )
 
 
-def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
-    """Scores the recipe's weights, as `drumline eval` does; every rank gets the same result."""
+def evaluate_weights(
+    recipe: Recipe, world: World, per_class: bool = False, predictions: str = "", confusion: str = ""
+) -> EvalResult:
+    """Scores the recipe's weights, as `drumline eval` does; every rank gets the same result. `predictions` and
+    `confusion` are files to write."""
     display = make_display(world.rank)
     arithmetic.set_deterministic(recipe.run.deterministic)
     torch.set_num_threads(arithmetic.threads_per_process(recipe.parallel.threads, world.local_size))
@@ -178,15 +191,25 @@ def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
     sets = open_sets(recipe, world, to_score=True)
     if world.size > 1:
         check_data(sets, recipe.run.seed, world)
-    module, model_classes, outputs, more = model_to_score(recipe, sets, world)
+    module, names, outputs, more = model_to_score(recipe, sets, world)
     for message in (*messages, *more):
         display.log(message)
     mine = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=world.rank, world=world.size)
     bar = partial(progress, text="evaluating", total=len(mine)) if world.is_rank_zero else iter
     precision = resolve_precision(recipe.train.precision, world.device)
+    seen = Predictions(len(sets.eval), world.device)
     score = score_module(
-        module, sets, recipe, make_grid(world), through=bar, outputs=outputs, precision=precision
+        module,
+        sets,
+        recipe,
+        make_grid(world),
+        through=bar,
+        outputs=outputs,
+        precision=precision,
+        record=seen.add,
     )
+    labels = sets.eval.labels if outputs is None else outputs.cpu().numpy()[sets.eval.labels]
+    report = Report(names, labels, *seen.gather(world), finite=not score.nonfinite)
     gather_bad_samples(sets.bad, world)
     for line in describe_bad_samples(sets.bad, listed=False):
         display.log(line)
@@ -196,21 +219,51 @@ def evaluate_weights(recipe: Recipe, world: World) -> EvalResult:
             "which count as wrong; there is no mean loss"
             + (". Try train.precision=fp32" if precision is not FP32 else "")
         )
-    display.result(describe(score.result(), table.METRICS, model_classes))
+    display.result(describe(score.result(), table.METRICS, len(names)))
+    display.log(summary(report))
+    if per_class:
+        width = get_terminal_size().columns if sys.stderr.isatty() else 100
+        for line in ("", *class_lines(report, width), ""):
+            display.log(line)
+    if world.is_rank_zero:
+        for line in _write(report, sets, predictions, confusion):
+            display.log(line)
     display.end()
     return EvalResult(
         weights=recipe.model.weights,
         score=score,
         classes=len(np.unique(sets.eval.labels)),
-        model_classes=model_classes,
+        model_classes=len(names),
         broken_samples=len(sets.bad[1].bad),
+        report=report,
+        per_class=per_class,
     )
+
+
+def _write(report: Report, sets: Sets, predictions: str, confusion: str) -> Iterator[str]:
+    """Writes the files that are asked for; a line for each."""
+    if predictions:
+        watch = partial(progress, text="writing predictions")
+        _write_text("--predictions", predictions, predictions_csv(report, sets.eval, sets.bad[1].bad, watch))
+        yield f"predictions written to {predictions}"
+    if confusion:
+        _write_text("--confusion", confusion, confusion_csv(report))
+        yield f"confusion matrix written to {confusion}"
+
+
+def _write_text(option: str, path: str, text: str) -> None:
+    try:
+        write_output(Path(path), text.encode())
+    except OSError as error:
+        raise UserError(
+            f"{option} {path} cannot be written: {error.strerror or error}", "free space, or write elsewhere"
+        ) from error
 
 
 def model_to_score(
     recipe: Recipe, sets: Sets, world: World
-) -> tuple[nn.Module, int, torch.Tensor | None, list[str]]:
-    """The recipe's model with its weights, its number of classes, the output for each of the data's labels
+) -> tuple[nn.Module, tuple[str, ...], torch.Tensor | None, list[str]]:
+    """The recipe's model with its weights, the names of its classes, the output for each of the data's labels
     (None: of the same number), and messages. Rejects weights of classes that the evaluation set does not have."""
     file = shared_weights(recipe.model.weights, world)
     record, data = weights_record(file), Classes.of(sets.eval)
@@ -239,7 +292,10 @@ def model_to_score(
     messages += [note] if note else []
     outputs = None if labels is None else torch.from_numpy(labels).to(world.device)
     classes = count if recipe.model.classes == "auto" else recipe.model.classes
-    return to_device(module, recipe, world.device), classes, outputs, messages
+    # Outputs beyond the classes with a name are numbered.
+    names = (record.classes if record else data).names
+    names = (*names, *map(str, range(len(names), max(classes, count))))
+    return to_device(module, recipe, world.device), names, outputs, messages
 
 
 def _other_classes(file: Path, record: ModelRecord, difference: OtherClasses) -> UserError:

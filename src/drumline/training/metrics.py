@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # `drumline eval --help` lists the table without importing to
     from torch import Tensor
 
 FIXED_POINT = 2**24
+BINS = 15
+"""Bins of equal width into which the calibration error divides the probabilities from 0 to 1 (`report.py`)."""
 LARGEST_SUM = 2.0**38
 """The largest sum of fractions over a set: in fixed point, it fits into 64 bits in any order of addition."""
 
@@ -45,6 +47,16 @@ class Outputs:
         own, classes = logits.gather(1, labels), torch.arange(logits.shape[1], device=logits.device)
         before = (logits > own) | ((logits == own) & (classes < labels))
         return before.sum(dim=1).masked_fill(logits.isnan().any(dim=1), _LAST)
+
+    @cached_property
+    def prediction(self) -> Tensor:
+        """The class of each row's largest logit, of equal ones the lowest; -1 in a row with NaN."""
+        import torch
+
+        logits = self.logits
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        first = classes.where(logits == logits.amax(dim=1, keepdim=True), _LAST).amin(dim=1)
+        return first.masked_fill(logits.isnan().any(dim=1), -1)
 
 
 _LAST = 1 << 30
