@@ -55,7 +55,7 @@ WRONG_COMMANDS = [
     _line("single dash", "-optim.lr 0.2", "-optim.lr", "did you mean --optim.lr 0.2?"),
     _line("misspelt option", "--dryrun", "--dryrun", "did you mean --dry-run?"),
     _line("nothing near", "--zzz 1", "--zzz", "drumline train --help"),
-    _line("nothing near in its section", "train.freeze=3", "train.freeze", "[train] has epochs, steps, "),
+    _line("nothing near in its section", "train.dropout=3", "train.dropout", "[train] has epochs, steps, "),
     _line("a section for its field", "model=resnet18", "model", "did you mean model.name=resnet18?"),
     _line("a section as a flag", "--optim adamw", "--optim", "did you mean --optim.name adamw?"),
     _line("a source for a section", "data=digits", "data", "did you mean data.source=digits?"),

@@ -194,3 +194,16 @@ def test_eval_checks_data_and_weights(capsys: pytest.CaptureFixture[str]) -> Non
     assert said.endswith("nothing was started\n")
     assert "nope does not exist" in dry(capsys, good, "data.path=nope", command="eval", code=2)
     assert "NaN" in dry(capsys, nan, "data.path=photos", command="eval", code=2)
+
+
+def test_what_is_frozen_and_the_rates_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("data.source=digits", "model.name=resnet8", "optim.lr=0.1")
+    said = dry(capsys, *words, "train.freeze=stem,layer1", "train.unfreeze_epoch=2", "optim.head_lr=10")
+    assert (
+        "frozen until step 22: stem, layer1: 5,136 of 78,042 parameters; 3 layers with running statistics in "
+        "evaluation mode; 72,906 train"
+    ) in said
+    assert "WARNING: what is frozen keeps random weights, because model.weights is empty" in said
+    assert "learning rates: 0.1 (18 tensors), 1 (2 tensors)" in said
+    assert "did you mean layer1?" in dry(capsys, *words, "train.freeze=layr1", code=2)
+    assert "freezes the whole model" in dry(capsys, *words, "train.freeze=backbone,fc", code=2)

@@ -159,9 +159,7 @@ def test_a_type_is_described_in_plain_english(hint: Any, text: str, words: tuple
         ("zzz", ()),
         ("optim.zzz", ()),
         # Nothing of that kind exists: a name that merely looks alike misleads.
-        ("train.freeze", ()),
         ("data.palette", ()),
-        ("optim.layer_decay", ()),
         ("launch.max_minutes", ()),
         ("data.labels", ()),
         ("train.wavelets", ()),

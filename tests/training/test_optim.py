@@ -259,3 +259,31 @@ def test_the_rate_reaches_every_group() -> None:
     )
     set_rate(optimizer, 0.5)
     assert [float(rate) for rate in rates] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_a_factor_trains_as_that_rate_does(name: str) -> None:
+    def trained(factor: float, rate: float) -> list[torch.Tensor]:
+        module, lr = model(), torch.tensor(0.0)
+        parameters = list(module.parameters())
+        factors = [factor] * len(parameters)
+        optimizer = build_optimizer(Optim(name=name, weight_decay=0.01), parameters, lr, None, factors)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        set_rate(optimizer, rate)
+        optimizer.step()
+        return parameters
+
+    for ours, theirs in zip(trained(4.0, 0.125), trained(1.0, 0.5), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_each_factor_has_a_rate_of_its_own_and_the_others_keep_their_groups() -> None:
+    parameters, lr = list(model().parameters()), torch.tensor(0.0)
+    factors = [10.0] + [1.0] * (len(parameters) - 1)
+    optimizer = build_optimizer(Optim(), parameters, lr, None, factors)
+    set_rate(optimizer, 0.5)
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    assert [rates[id(each)] for each in parameters] == [5.0] + [0.5] * (len(parameters) - 1)
+    assert lr.item() == 0.5
+    assert len(build_optimizer(Optim(), model().parameters(), lr).param_groups) == 1

@@ -21,6 +21,7 @@ from drumline.core.text import counted, message
 
 if TYPE_CHECKING:
     from drumline.parallel.world import World
+    from drumline.training.schedule import Plan
     from drumline.training.sets import Sets
 
 
@@ -60,6 +61,7 @@ class _DryRun:
         self._trust = invocation.options.trust
         self._source = ""
         self._sets: Sets | None = None
+        self._plan: Plan | None = None
 
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
@@ -78,7 +80,7 @@ class _DryRun:
         classes = counted(len(sets.train.classes), "class", "classes")
         if self._to_score:
             return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]
-        plan = make_plan(self.recipe, len(sets.train))
+        self._plan = plan = make_plan(self.recipe, len(sets.train))
         world = self._whole_world()
         strategy_class(self.recipe, world.size).check(self.recipe, world)
         return [
@@ -110,6 +112,7 @@ class _DryRun:
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
         from drumline.training.model import FIELDS, build_model, initial_model
+        from drumline.training.state import describe_trained, hold_back
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
         if weights:
@@ -124,7 +127,9 @@ class _DryRun:
             with torch.device("meta"):
                 module = build_model(self.recipe, count)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        return [f"model: {name}, {parameters:,} parameters", *messages]
+        held = hold_back(module, module, self.recipe.optim, self.recipe.train.freeze)
+        trained = describe_trained(module, self.recipe, self._plan, *held) if self._plan else []
+        return [f"model: {name}, {parameters:,} parameters", *messages, *trained]
 
     def scored(self) -> list[str]:
         from drumline.state.weights import resolve_weights

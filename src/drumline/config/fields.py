@@ -252,7 +252,7 @@ ELSEWHERE = {
     **dict.fromkeys(("clip_grad", "grad_clip", "max_norm", "clip_grad_norm"), "optim.clip"),
     **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "half"), "train.precision"),
     **dict.fromkeys(("grad_accum", "accumulation", "accum_iter", "grad_accum_steps"), "train.accumulate"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "nepochs"), "train.epochs"),
+    **dict.fromkeys(("epoch", "max_epochs", "num_epochs", "n_epochs", "nepochs"), "train.epochs"),
     **dict.fromkeys(("max_steps", "iterations", "iters"), "train.steps"),
     **dict.fromkeys(("model_ema", "ema_decay"), "train.ema"),
     **dict.fromkeys(("early_stopping", "early_stop", "early_stopping_patience"), "train.patience"),

@@ -119,6 +119,12 @@ class Optim:
     # Above 3e38 the rate does not fit into a float32 tensor.
     lr: Annotated[float, Range(0, 1e6)] = 0.1
     """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`."""
+    head_lr: Annotated[float, Range(0, 1e6)] = 1.0
+    """Factor on the learning rate for the classifier, the model's last linear layer. 10 is usual for a new classifier
+    on trained weights."""
+    layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Factor on the learning rate from each block of the model to the one before it: the classifier learns at the
+    full rate, the first layers at the lowest. 0.65 to 0.9 is usual for fine-tuning a transformer. 1: off."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply `lr` by (global batch / `reference_batch`), or by its square root."""
     reference_batch: Annotated[int, Range(1)] = 256
@@ -171,6 +177,12 @@ class Train:
     """Weights of the classes in the training loss. `balanced`: in inverse proportion to how often a class is drawn.
     Or by name, `cat:2,dog:0.5`; a class that is not named has 1. They are scaled so that the mean over the drawn
     samples is 1, which keeps the learning rate comparable. Empty: none."""
+    freeze: tuple[str, ...] = ()
+    """Modules of the model that are not trained, as `conv1,bn1,layer1`. `stem`: everything before the first block.
+    `backbone`: everything but the classifier. A frozen BatchNorm stays in evaluation mode, so its statistics do not
+    move either."""
+    unfreeze_epoch: Annotated[float, Range(0)] = 0.0
+    """Epoch at which the frozen modules start to train, counted from 0: 2 freezes them for two epochs. 0: never."""
     ema: Fraction = 0.0
     """Decay of a moving average of the weights, which is evaluated and saved beside the model. 0: off."""
     sync_bn: bool = False

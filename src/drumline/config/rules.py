@@ -101,6 +101,12 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.patience", "has no effect because train.eval_every = 0", "set train.eval_every above 0"
         )
+    if train.unfreeze_epoch and not train.freeze:
+        yield Problem(
+            "train.unfreeze_epoch",
+            "nothing is frozen",
+            "name the modules to freeze until then, as train.freeze=backbone",
+        )
     if data.source != "auto" and source_named(data.source).needs_path and not data.path:
         yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
     # The short side before the evaluation's crop has to be within the limit too.

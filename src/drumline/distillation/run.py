@@ -80,6 +80,6 @@ def _phase_recipe(recipe: Recipe, name: str, epochs: float) -> Recipe:
     return replace(
         recipe,
         run=replace(recipe.run, dir=str(Path(recipe.run.dir) / recipe.run.name), name=f"initial-{name}"),
-        train=replace(recipe.train, epochs=epochs, steps=0, ema=0.0, patience=0),
+        train=replace(recipe.train, epochs=epochs, steps=0, ema=0.0, patience=0, unfreeze_epoch=0.0),
         checkpoint=replace(recipe.checkpoint, best="top1"),
     )

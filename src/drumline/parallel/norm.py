@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.errors import UserError
 from drumline.core.text import counted
+from drumline.models.parts import hold_in_eval, is_held
 from drumline.parallel.world import World
 
 Total = Callable[[Tensor], Tensor]
@@ -44,6 +45,8 @@ class WorldNorm(_BatchNorm):
         _never_compile()
         made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         made.total, made.training = total, norm.training
+        if is_held(norm):
+            hold_in_eval(made)
         for name, parameter in norm.named_parameters(recurse=False):
             setattr(made, name, parameter)
         for name, buffer in norm.named_buffers(recurse=False):
@@ -361,16 +364,7 @@ def _freeze(norm: _BatchNorm, name: str) -> None:
             f"parallel.batchnorm = frozen: {name} has no running statistics (track_running_stats is off)",
             "use micro, or a model whose BatchNorm layers track statistics",
         )
-    norm.train = partial(_stay_in_eval, norm)  # type: ignore[method-assign]
-    norm.eval()
-
-
-def _stay_in_eval(norm: _BatchNorm, mode: bool = True) -> _BatchNorm:
-    """`train()` of a frozen norm: it stays in evaluation mode, but its children follow the call."""
-    for child in norm.children():
-        child.train(mode)
-    norm.training = False
-    return norm
+    hold_in_eval(norm)
 
 
 def _check_norm(norm: _BatchNorm, name: str, mode: Mode, changes: bool) -> None:

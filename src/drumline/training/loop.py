@@ -8,6 +8,7 @@ same bits. The guards check each state before it is saved.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ from drumline.core.errors import LostError
 from drumline.core.heartbeat import Phase, beat, enter
 from drumline.data.feed.batch import Batch
 from drumline.guards.run.nonfinite import advice
+from drumline.observe import text_log
 from drumline.parallel.world import World
+from drumline.state.folder import restart_recipe
 from drumline.state.manifest import Position
 from drumline.state.tensors import Groups
 from drumline.training.best import after_evaluation, is_better
@@ -40,38 +43,58 @@ from drumline.training.task import Builder, classification
 
 
 def train(recipe: Recipe, world: World, build: Builder = classification) -> TrainResult:
-    """Runs the recipe on the task that `build` makes of it. Every rank calls it and gets the same result."""
-    with _out_of_memory(world), ExitStack() as cleanup:
-        run = Run(recipe, world, build, cleanup)
-        try:
-            return _train(run)
-        except BaseException as error:
-            if LAUNCHER not in os.environ:  # a launcher records why its workers ended, whichever rank failed
-                run.reporter.failed(error)
-            raise
-        finally:
-            run.record_broken_samples()  # also if there were too many of them
+    """Runs the recipe on the task that `build` makes of it. Every rank calls it and gets the same result.
+
+    Where frozen modules start to train, the run is saved and opened again, as if it had been stopped and resumed:
+    the layout, the optimizer and a captured graph are made anew, and a kill next to this step changes nothing."""
+    began, stop = time.monotonic(), StopSign(world)
+    with ExitStack() as signals:
+        while True:
+            with _out_of_memory(world), ExitStack() as cleanup:
+                run = Run(recipe, world, build, cleanup)
+                try:
+                    result = _train(run, stop, signals, began)
+                except BaseException as error:
+                    if (
+                        LAUNCHER not in os.environ
+                    ):  # a launcher records why its workers ended, whichever rank failed
+                        run.reporter.failed(error)
+                    raise
+                finally:
+                    run.record_broken_samples()  # also if there were too many of them
+            if result is not None:
+                return result
+            name = world.broadcast_object(run.folder.path.name if run.folder is not None else "")
+            recipe = restart_recipe(recipe, name, "auto")
+            del run
+            gc.collect()  # its model, gradient buckets and graphs
 
 
-def _train(run: Run) -> TrainResult:
-    began = time.monotonic()
+def _train(run: Run, stop: StopSign, signals: ExitStack, began: float) -> TrainResult | None:
+    """The result; None if the run has to be opened again to go on."""
     guards = RunGuards(run)
     if run.branched:
         run.begin()  # before the rehearsal: the new folder needs a checkpoint of its own to resume from
         save(run, run.position, guards)
-    with StopSign(run.world, guards.poll, run.record) as stop:
-        early = run.early_stop(run.position)
-        if run.position.step < run.plan.total and not early:
-            rehearse(run, run.single_batch(run.position.step))
-        run.begin()
-        if early:
-            run.log(f"not training on: {early}. To train on, resume with a higher train.patience, or with 0")
-        position, score = take_steps(run, guards, stop)
-        ended = position.step == run.plan.total or run.early_stop(position)
-        if ended and score is None and run.task.evaluates:
-            model, average = score_model(run)
-            score = average or model
-        return finish(run, position, score, stop, time.monotonic() - began)
+    stop.watch, stop.record = guards.poll, run.record
+    if not stop.watching:
+        signals.enter_context(stop)
+    early = run.early_stop(run.position)
+    if run.position.step < run.plan.total and not early:
+        rehearse(run, run.single_batch(run.position.step))
+    run.begin()
+    if early:
+        run.log(f"not training on: {early}. To train on, resume with a higher train.patience, or with 0")
+    position, score = take_steps(run, guards, stop)
+    ended = position.step == run.plan.total or bool(run.early_stop(position))
+    if position.step == run.last_step and not (ended or stop.stopped_by):
+        names = ", ".join(run.recipe.train.freeze)
+        run.log(f"{text_log.STOPPED}after step {position.step:,}, to train {names} from here on")
+        return None
+    if ended and score is None and run.task.evaluates:
+        model, average = score_model(run)
+        score = average or model
+    return finish(run, position, score, stop, time.monotonic() - began)
 
 
 @contextmanager
@@ -91,15 +114,16 @@ def _out_of_memory(world: World) -> Iterator[None]:
 def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, Score | None]:
     """Takes the remaining steps, or those until a stop is requested. Returns the position and the last score."""
     plan, reporter, clock, position = run.plan, run.reporter, run.reporter.clock, run.position
+    last = run.last_step
     score: Score | None = None
     if position.step == plan.total or run.early_stop(position):
         return position, score
     guards.begin()
-    with closing(run.batches(position.step, plan.total)) as batches:
+    with closing(run.batches(position.step, last)) as batches:
         batch = next(batches)
         reporter.begin(position.step)
         enter(Phase.STARTING)
-        for index in range(position.step, plan.total):
+        for index in range(position.step, last):
             rate = plan.schedule(index)
             guards.before(index)
             take_step(run, batch, index, rate)
@@ -122,13 +146,13 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
             if stopping and not due.log:
                 reporter.log_steps(done, rate)
             if due.save or stopping or early or position.best_step == done:
-                save(run, position, guards, must=stopping or bool(early))
-            if stopping or early:
+                save(run, position, guards, must=stopping or bool(early) or done == last)
+            if stopping or early or done == last < plan.total:
                 if run.manager is not None:
                     run.manager.wait()
                 break
             beat(done)
-            if done < plan.total:
+            if done < last:
                 clock.data_begin()
                 batch = next(batches)
                 clock.data_end()

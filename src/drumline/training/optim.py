@@ -8,6 +8,7 @@ torch's fused kernels; torch has no LARS and LAMB, so they are written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,24 +22,26 @@ Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 
 
 def build_optimizer(
-    optim: Optim, parameters: Iterable[nn.Parameter], lr: torch.Tensor, norms: Norms | None = None
+    optim: Optim,
+    parameters: Iterable[nn.Parameter],
+    lr: torch.Tensor,
+    norms: Norms | None = None,
+    factors: Sequence[float] = (),
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer of the trainable parameters. The loop writes learning rates into the tensor `lr`.
-    `norms` computes the norms for LARS and LAMB if parameters are sharded."""
-    groups = by_device(parameter_groups(optim, parameters), lr)
+    `norms` computes the norms for LARS and LAMB if parameters are sharded. `factors` multiply the rate of each
+    parameter."""
+    groups = by_device(parameter_groups(optim, parameters, factors), lr)
+    slots = optimizer_slots(optim)
     optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
         optimizer = SGD(groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
-        slots: tuple[str, ...] = ("momentum_buffer",) if optim.momentum else ()
     elif optim.name == "adamw":
         optimizer = AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True, capturable=lr.is_cuda)
-        slots = ("step", "exp_avg", "exp_avg_sq")
     elif optim.name == "lars":
         optimizer = LARS(groups, lr=lr, momentum=optim.momentum, trust=optim.trust)
-        slots = ("momentum_buffer",)
     else:
         optimizer = LAMB(groups, lr=lr, betas=optim.betas, eps=optim.eps)
-        slots = ("step", "exp_avg", "exp_avg_sq")
     if isinstance(optimizer, DeviceRate) and norms is not None:
         optimizer.norms = norms
     for parameter in _parameters(optimizer):
@@ -46,10 +49,35 @@ def build_optimizer(
     return optimizer
 
 
-def parameter_groups(optim: Optim, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Trainable parameters with their weight decay; vectors and scalars (biases, norms) have a group of their own."""
+def optimizer_slots(optim: Optim) -> tuple[str, ...]:
+    """The state tensors of each parameter. All start at zero."""
+    if optim.name in ("adamw", "lamb"):
+        return ("step", "exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if optim.momentum or optim.name == "lars" else ()
+
+
+def parameter_groups(
+    optim: Optim, parameters: Iterable[nn.Parameter], factors: Sequence[float] = ()
+) -> list[dict[str, Any]]:
+    """Trainable parameters with their weight decay; vectors and scalars (biases, norms) have a group of their own,
+    and so has each factor on the rate."""
     # Parameters on the meta device belong to a different process.
-    trainable = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
+    pairs = [
+        (parameter, factor)
+        for parameter, factor in zip_longest(parameters, factors, fillvalue=1.0)
+        if isinstance(parameter, torch.Tensor) and parameter.requires_grad and not parameter.is_meta
+    ]
+    by_factor: dict[float, list[torch.Tensor]] = {}
+    for parameter, factor in pairs:
+        by_factor.setdefault(factor, []).append(parameter)
+    return [
+        {**group, "factor": factor}
+        for factor, trainable in (by_factor or {1.0: []}).items()
+        for group in _decay_groups(optim, trainable)
+    ]
+
+
+def _decay_groups(optim: Optim, trainable: list[torch.Tensor]) -> list[dict[str, Any]]:
     if optim.decay_all and optim.name not in ("lars", "lamb"):
         return [{"params": trainable, "weight_decay": optim.weight_decay, "adapt": True}]
     matrices = [parameter for parameter in trainable if parameter.ndim > 1]
@@ -64,13 +92,16 @@ def parameter_groups(optim: Optim, parameters: Iterable[nn.Parameter]) -> list[d
 
 def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, Any]]:
     """Splits the groups by device if stages of one process are on several, with a rate on each: torch 2.13's fused
-    kernels read the rate on the device of the parameters and do not copy it there."""
+    kernels read the rate on the device of the parameters and do not copy it there. Groups with a factor have a tensor
+    of their own."""
     found: dict[tuple[int, torch.device], dict[str, Any]] = {}
-    rates: dict[torch.device, torch.Tensor] = {}
+    rates: dict[tuple[torch.device, float], torch.Tensor] = {}
     for number, group in enumerate(groups):
+        factor = group.get("factor", 1.0)
         for parameter in group["params"]:
             device = parameter.device
-            rate = rates.setdefault(device, lr if device == lr.device else lr.to(device, copy=True))
+            shared = device == lr.device and factor == 1
+            rate = rates.setdefault((device, factor), lr if shared else lr.to(device, copy=True))
             found.setdefault((number, device), {**group, "params": [], "lr": rate})["params"].append(
                 parameter
             )
@@ -78,9 +109,11 @@ def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, 
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Writes the learning rate into the tensors that the optimizer reads, one on each device."""
-    for tensor in {id(group["lr"]): group["lr"] for group in optimizer.param_groups}.values():
-        tensor.fill_(rate)
+    """Writes the learning rate, times their factor, into the tensors that the optimizer reads: one on each device for
+    each factor."""
+    tensors = {id(group["lr"]): (group["lr"], group.get("factor", 1.0)) for group in optimizer.param_groups}
+    for tensor, factor in tensors.values():
+        tensor.fill_(rate * factor)
 
 
 def whole_norms(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:

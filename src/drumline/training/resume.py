@@ -20,15 +20,21 @@ from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
+from drumline.parallel.strategy import Gathered
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.folder import repeatable
 from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.state.provenance import changed_environment, changed_settings
+from drumline.state.tensors import Groups
+from drumline.training.optim import optimizer_slots
 from drumline.training.schedule import Plan
 from drumline.training.state import TrainState
 from drumline.training.task import Task
+
+FROZEN = "frozen"
+"""The key of the frozen parameters in a checkpoint's environment."""
 
 
 def restore(
@@ -42,7 +48,7 @@ def restore(
     """Loads on rank 0 and scatters. Returns the position, and messages about what differs."""
     strategy, world = state.strategy, state.strategy.world
     live = state.tensors()
-    groups: dict[str, dict[str, torch.Tensor]] | None = None
+    groups: Gathered | None = None
     memory: dict[str, torch.Tensor] = {}
     position, messages = Position(step=0, per_epoch=plan.per_epoch), []
     if world.is_rank_zero:
@@ -51,6 +57,7 @@ def restore(
         except CorruptError as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         memory = groups.pop("memory", {})
+        groups = _refrozen(groups, manifest.environment.get(FROZEN), state)
         position = manifest.position
         messages = [
             f"resumed from {checkpoint} at step {position.step:,}",
@@ -148,10 +155,27 @@ def compare_data(
     return messages
 
 
-def saved_environment(checkpoint: Path) -> dict[str, Any]:
-    """The environment of the run that wrote the checkpoint, with its strategy's facts."""
+def _refrozen(groups: Groups, frozen: object, state: TrainState) -> Gathered:
+    """The groups of a checkpoint whose frozen parameters were others than now: the optimizer starts at zero for those
+    that train from now on, and drops its state of those that no longer do."""
+    before = {str(name) for name in frozen} if isinstance(frozen, list) else set()
+    now, optimizer = set(state.frozen), dict(groups.get("optimizer", {}))
+    for name, parameter in state.module.named_parameters():
+        for slot in optimizer_slots(state.strategy.recipe.optim):
+            key = f"{slot}/{name}"
+            if name in now and name not in before:
+                optimizer.pop(key, None)
+            elif name in before and name not in now and parameter.requires_grad:
+                like = torch.zeros(() if slot == "step" else parameter.shape, dtype=torch.float32)
+                optimizer.setdefault(key, like if slot == "step" else like.to(parameter.dtype))
+    return {**{name: dict(group) for name, group in groups.items()}, "optimizer": optimizer}
+
+
+def saved_facts(checkpoint: Path) -> tuple[dict[str, Any], int]:
+    """The environment of the run that wrote the checkpoint, with its strategy's facts, and the checkpoint's step."""
     try:
-        return dict(read_manifest(checkpoint).environment)
+        manifest = read_manifest(checkpoint)
+        return dict(manifest.environment), manifest.position.step
     except CorruptError as reason:
         raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
 

@@ -41,10 +41,10 @@ from drumline.training.metrics import Metric
 from drumline.training.model import model_record
 from drumline.training.output import RunOutput
 from drumline.training.reporter import MeterReader, RunReporter
-from drumline.training.resume import forget_best, restore, saved_environment, threads_of
+from drumline.training.resume import FROZEN, forget_best, restore, saved_facts, threads_of
 from drumline.training.schedule import Plan, make_plan
 from drumline.training.sets import Sets, normaliser, open_sets, write_bad_samples
-from drumline.training.state import TrainState, build_state
+from drumline.training.state import TrainState, build_state, describe_trained
 from drumline.training.step import TrainStep
 from drumline.training.task import Builder, Task
 
@@ -71,6 +71,8 @@ class Run:
     step: TrainStep
     position: Position
     """Where the run starts."""
+    last_step: int
+    """Where it ends, or is opened again because frozen modules start to train."""
     branched: bool
     """Whether it resumes from a checkpoint of a different run folder."""
     output: RunOutput | None
@@ -98,12 +100,13 @@ class Run:
 
         # Run folder: what to resume from. The number of threads decides the order of additions on a CPU.
         checkpoint = self._open_folder(cleanup)
-        saved = self._saved_environment(checkpoint)
+        saved, step = self._saved(checkpoint)
         threads = world.broadcast_object(threads_of(recipe, saved, world))
         torch.set_num_threads(threads)
 
         # Model: built, distributed, restored.
-        self._build(build, saved, display)
+        self.last_step = self.plan.unfreeze if step < self.plan.unfreeze else self.plan.total
+        self._build(build, saved, display, step)
         environment = self._environment(threads, identity)
         resumed = self._resume(checkpoint, environment)
 
@@ -178,15 +181,16 @@ class Run:
         )
         return checkpoint
 
-    def _saved_environment(self, checkpoint: Path | None) -> Mapping[str, Any]:
-        """The environment of the run that wrote the checkpoint, with its strategy's facts."""
-        saved: Mapping[str, Any] = self.world.broadcast_object(
-            saved_environment(checkpoint) if checkpoint and self.world.is_rank_zero else {}
+    def _saved(self, checkpoint: Path | None) -> tuple[Mapping[str, Any], int]:
+        """The environment of the run that wrote the checkpoint, with its strategy's facts, and the checkpoint's
+        step."""
+        saved: tuple[Mapping[str, Any], int] = self.world.broadcast_object(
+            saved_facts(checkpoint) if checkpoint and self.world.is_rank_zero else ({}, 0)
         )
         return saved
 
-    def _build(self, build: Builder, saved: Mapping[str, Any], display: Display) -> None:
-        """Builds the task, its state as the strategy distributes it, and the step."""
+    def _build(self, build: Builder, saved: Mapping[str, Any], display: Display, step: int) -> None:
+        """Builds the task, its state as the strategy distributes it after `step` steps, and the step."""
         recipe, world = self.recipe, self.world
         self.task = build(recipe, self.sets, self.plan, self.strategy, display)
         self.metrics = (*metrics.METRICS, *self.task.metrics)
@@ -196,6 +200,7 @@ class Run:
             self.task.module,
             self.task.model,
             SetupContext(self.task.cut, self.sets.transform.size, saved, display.log),
+            frozen=() if self.plan.unfreeze and step >= self.plan.unfreeze else recipe.train.freeze,
         )
         gate = NonFiniteGate(
             self.state.module,
@@ -255,6 +260,7 @@ class Run:
         return {
             **describe_environment(world.device, world.size, world.backend, threads),
             **self.strategy.facts(),
+            **({FROZEN: list(self.state.frozen)} if self.state.frozen else {}),
             ENVIRONMENT: model_record(self.recipe, self.sets).as_json(),
             "data": identity,
         }
@@ -278,6 +284,7 @@ class Run:
             + (f" over {world.backend}" if world.size > 1 else "")
             + f"; global batch {recipe.data.batch}, {counted(plan.total, 'step')}, {plan.per_epoch:,} per epoch"
             + (f" ({counted(left_out, 'sample')} left out, different ones each epoch)" if left_out else ""),
+            *describe_trained(self.state.module, recipe, plan, self.state.frozen, self.state.factors),
             *sets.warnings,
             *sets.sampling(recipe),
         ]

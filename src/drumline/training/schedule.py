@@ -81,12 +81,14 @@ class Plan:
     save_every: tuple[int, int]
     """From `checkpoint.every_epochs` and `checkpoint.every_steps`."""
     log_every: int
+    unfreeze: int = 0
+    """The number of steps after which the frozen modules start to train. 0: never."""
 
     def due(self, done: int, evaluates: bool = True) -> Due:
         """What follows after `done` steps. `evaluates`: whether the run evaluates at all."""
         end = done == self.total
         evaluation = evaluates and (end or _is_multiple(done, self.evaluate_every))
-        save = end or any(_is_multiple(done, steps) for steps in self.save_every)
+        save = end or done == self.unfreeze or any(_is_multiple(done, steps) for steps in self.save_every)
         epoch_end = done % self.per_epoch == 0
         # A line at each save, so that the log of a resumed run equals that of an uninterrupted one.
         log = done % self.log_every == 0 or evaluation or save or epoch_end
@@ -103,6 +105,7 @@ def make_plan(recipe: Recipe, samples: int) -> Plan:
             f"give --data.batch {samples} or less",
         )
     total = recipe.train.steps or max(1, round(recipe.train.epochs * per_epoch))
+    unfreeze = _steps(recipe.train.unfreeze_epoch, per_epoch)
     return Plan(
         total=total,
         per_epoch=per_epoch,
@@ -110,6 +113,7 @@ def make_plan(recipe: Recipe, samples: int) -> Plan:
         evaluate_every=_steps(recipe.train.eval_every, per_epoch),
         save_every=(_steps(recipe.checkpoint.every_epochs, per_epoch), recipe.checkpoint.every_steps),
         log_every=recipe.train.log_every,
+        unfreeze=unfreeze if unfreeze < total else 0,
     )
 
 

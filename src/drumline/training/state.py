@@ -7,9 +7,10 @@ Gradient checkpointing gives the same losses, gradients and buffers as training 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from drumline.config.arguments import names_code
+from drumline.config.learning import Optim
+from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
+from drumline.core.text import counted
 from drumline.models.base import repeated_blocks
+from drumline.models.parts import freeze, is_held, rate_factors
 from drumline.parallel.sharded import local_shard
 from drumline.parallel.strategy import SetupContext, Strategy
 from drumline.training.optim import build_optimizer
+from drumline.training.schedule import Plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -64,6 +71,10 @@ class TrainState:
     scaler: torch.amp.GradScaler
     average: Average | None
     strategy: Strategy
+    frozen: tuple[str, ...] = ()
+    """The parameters of the module that `train.freeze` freezes at present."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """The factor on the learning rate of each trained parameter of the model."""
 
     def tensors(self) -> dict[str, Tensors]:
         """The state that this process holds, by file: `model` and `optimizer`; `average`, if there is one; and
@@ -119,12 +130,15 @@ def build_state(
     module: nn.Module,
     model: nn.Module | None = None,
     context: SetupContext = SetupContext(),  # noqa: B008
+    frozen: Sequence[str] = (),
 ) -> TrainState:
-    """Lays `module` out and makes its optimizer, loss scaler and average. The arguments are those of
-    `Strategy.setup`."""
-    recipe = strategy.recipe
+    """Lays `module` out and makes its optimizer, loss scaler and average. `frozen` names modules of the model that
+    are not trained now; the other arguments are those of `Strategy.setup`."""
+    recipe, part = strategy.recipe, module if model is None else model
+    # Before the layout, under which a process may not hold the whole model.
+    held_back, factors = hold_back(module, part, recipe.optim, frozen)
     if recipe.train.gradient_checkpointing:
-        recompute_blocks(module if model is None else model)
+        recompute_blocks(part)
     module.train()
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
@@ -137,10 +151,75 @@ def build_state(
     if recipe.train.compile:
         forward.compile()
     lr = torch.tensor(0.0, device=strategy.world.device)
-    parameters = [parameter for _, parameter in strategy.named_parameters()]
-    optimizer = build_optimizer(recipe.optim, parameters, lr, strategy.tensor_norms)
+    named = dict(strategy.named_parameters())
+    optimizer = build_optimizer(
+        recipe.optim,
+        named.values(),
+        lr,
+        strategy.tensor_norms,
+        [factors.get(name, 1.0) for name in named],
+    )
     scaler = torch.amp.GradScaler("cuda", enabled=strategy.precision.scales_loss)
-    return TrainState(module, strategy.model, forward, optimizer, lr, scaler, average, strategy)
+    return TrainState(
+        module,
+        strategy.model,
+        forward,
+        optimizer,
+        lr,
+        scaler,
+        average,
+        strategy,
+        held_back,
+        factors,
+    )
+
+
+def hold_back(
+    module: nn.Module, model: nn.Module, optim: Optim, frozen: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Freezes these modules of the model. Returns the frozen parameters, and the factor on the learning rate of each
+    other parameter of the model, by their names in `module`."""
+    names = {id(each): name for name, each in module.named_parameters()}
+    inside = {name: names[id(each)] for name, each in model.named_parameters()}
+    factors = rate_factors(model, optim.head_lr, optim.layer_decay)
+    held = freeze(model, frozen).parameters
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    if held and not trained:
+        raise UserError(
+            f"train.freeze = {','.join(frozen)}: freezes the whole model", "leave something to train"
+        )
+    return tuple(inside[name] for name in held), {inside[name]: factors[name] for name in trained}
+
+
+def describe_trained(
+    module: nn.Module, recipe: Recipe, plan: Plan, frozen: Collection[str], factors: Mapping[str, float]
+) -> list[str]:
+    """What is frozen and at which rates the rest trains, for the log. Nothing where all trains at one rate. `frozen`
+    and `factors` are those of a `TrainState`."""
+    lines = []
+    sizes = {name: each.numel() for name, each in module.named_parameters()}
+    if frozen:
+        held = sum(sizes[name] for name in frozen)
+        names = ", ".join(recipe.train.freeze)
+        until = f"until step {plan.unfreeze:,}" if plan.unfreeze else "in the whole run"
+        norms = sum(is_held(layer) for layer in module.modules())
+        still = f"; {counted(norms, 'layer')} with running statistics in evaluation mode" if norms else ""
+        lines.append(
+            f"frozen {until}: {names}: {held:,} of {sum(sizes.values()):,} parameters{still}; "
+            f"{sum(sizes[name] for name, each in module.named_parameters() if each.requires_grad):,} train"
+        )
+        if not recipe.model.weights and not names_code(recipe.model.name):
+            lines.append("WARNING: what is frozen keeps random weights, because model.weights is empty")
+    if set(factors.values()) - {1.0}:
+        lines.append(f"learning rates: {describe_rates(plan.schedule.peak, factors)}")
+    return lines
+
+
+def describe_rates(peak: float, factors: Mapping[str, float]) -> str:
+    """The peak rate of each group of parameters, from the lowest."""
+    counts = Counter(factors.values())
+    rates = [f"{peak * factor:.3g} ({counted(count, 'tensor')})" for factor, count in sorted(counts.items())]
+    return ", ".join(rates if len(rates) <= 4 else [*rates[:2], "...", *rates[-2:]])
 
 
 def recompute_blocks(model: nn.Module) -> int:

@@ -49,6 +49,8 @@ class StopSign:
         """As measured since the last check, the slowest rank's; 0 until known. The same on every rank."""
         self.alarm = 0
         """The highest result of any rank's `watch`, or 0. The same on every rank after the same step."""
+        self.watching = False
+        """Whether signals are caught."""
         self._asked_at = -math.inf
         self._before: dict[int, object] = {}
         self._message = torch.zeros(3, dtype=torch.int64)
@@ -57,6 +59,7 @@ class StopSign:
         self._checked_at: tuple[int, float] | None = None
 
     def __enter__(self) -> StopSign:
+        self.watching = True
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         for number in STOPS if threading.current_thread() is threading.main_thread() else ():
             # A signal ignored on purpose (nohup, a shell's background job) stays ignored.
