@@ -74,7 +74,8 @@ def test_layouts_that_normalise_alike_train_alike(found: Any, layout: str, like:
     ours, theirs = found(layout)["last"], found(like)["last"]
     assert ours.keys() == theirs.keys()
     for name in ours:
-        if name.startswith("model "):
+        # Before BatchNorm, a bias has no gradient but rounding.
+        if name.startswith("model ") and not name.endswith(".0.bias"):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
 
 
