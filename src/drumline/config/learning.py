@@ -47,6 +47,16 @@ class Data:
     """Augmentation of training images. `shift`: pad by an eighth and crop back. `shift-flip`: the same with a random
     flip (usual for CIFAR). `crop-flip`: random resized crop with a random flip (usual for ImageNet). `auto`: depends
     on the source."""
+    hflip: Annotated[AutoFloat, Range(0, 1)] = "auto"
+    """Probability of a horizontal flip. `auto`: 0.5 for `shift-flip` and `crop-flip`, otherwise 0. Set 0 for digits,
+    text, and whatever else means something different when mirrored."""
+    vflip: Annotated[float, Range(0, 1)] = 0.0
+    """Probability of a vertical flip."""
+    rotation: Annotated[float, Range(0, 180)] = 0.0
+    """Rotate by a random angle of at most this many degrees either way, around the centre, with nearest neighbour on
+    black. 0: off."""
+    crop_scale: Annotated[tuple[float, float], Range(above=0, most=1)] = (0.08, 1.0)
+    """Least and greatest area of the crop of `crop-flip`, as fractions of the image's area."""
     jitter: Annotated[
         tuple[float, ...],
         Values(

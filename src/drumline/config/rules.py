@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, value_of
 from drumline.config.layouts import Problem, layout_named, layout_problems
+from drumline.config.learning import Data
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.config.sources import source_named
@@ -114,6 +115,14 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.size", "too large", f"give at most {most}")
     if list(optim.milestones) != sorted(set(optim.milestones)):
         yield Problem("optim.milestones", "not in rising order", "list the epochs in rising order, each once")
+    if data.crop_scale[0] > data.crop_scale[1]:
+        yield Problem("data.crop_scale", "the least area is above the greatest", "give the smaller one first")
+    if data.crop_scale != Data.crop_scale and data.augment not in ("auto", "crop-flip"):
+        yield Problem(
+            "data.crop_scale",
+            f"data.augment = {data.augment} does not resize crops",
+            "set data.augment to crop-flip, or remove it",
+        )
     if bool(data.mean) != bool(data.std):
         missing, given = ("data.std", "data.mean") if data.mean else ("data.mean", "data.std")
         yield Problem(missing, f"must be set because {given} is set", "set both, or neither")

@@ -67,6 +67,27 @@ def test_resident_batches_are_the_loaders(augment: str, size: int, channels: int
         assert_same(ours, expected(source, transform, request))
 
 
+@pytest.mark.parametrize("augment", ["none", "shift", "shift-flip"])
+def test_flips_of_any_chance_are_those_of_the_loader(augment: str) -> None:
+    source = array_source()
+    for hflip in (0.0, 0.3, 1.0):
+        transform = Transform(16, augment, hflip=hflip, augmentation=Augmentation(vflip=0.5, rotation=20.0))  # type: ignore[arg-type]
+        held = ResidentSet.upload(source, transform, CPU)
+        for ours, request in zip(
+            resident_feed(held, SEED, training(source, 20, 5)), training(source, 20, 5), strict=True
+        ):
+            assert_same(ours, expected(source, transform, request))
+            plain = make_batch(source, Transform(16, "none"), SEED, request).batch.images
+            bare = replace(transform, augmentation=Augmentation())
+            made = make_batch(source, bare, SEED, request).batch.images
+            if augment == "none":
+                mirrored = (made == plain.flip(2)).flatten(1).all(1)
+                assert torch.equal(
+                    mirrored | (made == plain).flatten(1).all(1), torch.ones(20, dtype=torch.bool)
+                )
+                assert mirrored.float().mean() == pytest.approx(hflip, abs=0.35)
+
+
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_mixing_plans_are_those_of_the_loader(mixup: float, cutmix: float) -> None:
     source = array_source()

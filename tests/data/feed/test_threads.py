@@ -153,6 +153,10 @@ def assert_equal(found: HostBatch, expected: HostBatch) -> None:
 VIEWS = {
     "training": Transform(16, "crop-flip", mixup=0.3, on_bad="substitute"),
     "evaluation": Transform(16, "crop-flip", on_bad="substitute").for_evaluation(),
+    "flipped": Transform(
+        16, "none", hflip=0.5, augmentation=Augmentation(vflip=0.5, rotation=30.0), on_bad="substitute"
+    ),
+    "cropped": Transform(14, "crop-flip", hflip=0.2, crop_scale=(0.3, 0.7), on_bad="substitute"),
     "turned": Transform(
         20, "crop-flip", exif="apply", resize="pillow13", interpolation="bicubic", on_bad="black"
     ),
@@ -165,7 +169,15 @@ VIEWS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("threads", "transform"),
-    [(1, "training"), (5, "training"), (2, "evaluation"), (5, "turned"), (3, "augmented")],
+    [
+        (1, "training"),
+        (5, "training"),
+        (2, "evaluation"),
+        (5, "turned"),
+        (3, "augmented"),
+        (2, "flipped"),
+        (3, "cropped"),
+    ],
 )
 def test_threaded_batches_are_those_of_make_batch(
     specs: dict[str, DatasetSpec], kind: str, threads: int, transform: str, broken: bool

@@ -53,10 +53,37 @@ def test_only_crop_flip_crops_at_random(augment: str) -> None:
     assert np.array_equal(transform.geometry(SEED, 3, samples.tolist(), sizes), expected)
 
 
+def test_the_chance_of_a_horizontal_flip_is_the_recipes() -> None:
+    sizes, samples = np.full((20_000, 2), 90), np.arange(20_000)
+    for augment, hflip, expected in (
+        ("crop-flip", "auto", 0.5),
+        ("crop-flip", 0.2, 0.2),
+        ("crop-flip", 0.0, 0.0),
+        ("none", "auto", 0.0),
+        ("none", 1.0, 1.0),
+    ):
+        transform = Transform(24, augment, hflip=hflip)  # type: ignore[arg-type]
+        rows = transform.geometry(SEED, 3, samples, sizes)
+        assert abs(rows[:, Column.MIRROR].mean() - expected) < 0.01
+        assert not transform.for_evaluation().geometry(SEED, 3, samples, sizes)[:, Column.MIRROR].any()
+        without = Transform(24, augment).geometry(SEED, 3, samples, sizes)  # type: ignore[arg-type]
+        assert np.array_equal(rows[:, : Column.MIRROR], without[:, : Column.MIRROR])
+
+
+def test_crops_have_the_areas_of_the_recipe() -> None:
+    sizes = np.full((5000, 2), 1000)
+    rows = Transform(24, "crop-flip", crop_scale=(0.5, 0.6)).geometry(SEED, 3, np.arange(5000), sizes)
+    area = np.prod(rows[:, 2:4].astype(np.int64) - rows[:, :2], axis=1) / 1000**2
+    assert 0.498 < area.min() < 0.505 < 0.595 < area.max() < 0.602
+    whole = Transform(24, "crop-flip", crop_scale=(1.0, 1.0)).geometry(SEED, 3, np.arange(5000), sizes)
+    assert np.prod(whole[:, 2:4] - whole[:, :2], axis=1).min() >= 0.75 * 1000**2
+
+
 def test_evaluation_has_no_randomness_and_keeps_the_resize() -> None:
     transform = Transform(
         24,
         "crop-flip",
+        hflip=1.0,
         eval_crop=0.7,
         exif="apply",
         mixup=0.2,

@@ -6,6 +6,7 @@ import math
 import pickle
 import zlib
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -130,6 +131,25 @@ def test_jitter_is_torchvisions_on_pillow(
                 low = max(0.0, 1.0 - strength)
                 picture = kinds[which](picture).enhance(low + draw * (1.0 + strength - low))
         assert np.array_equal(ours[slot], np.asarray(picture).reshape(image.shape)), slot
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_vertical_flips_and_rotations_are_pillows_and_come_first(channels: int) -> None:
+    images, request = pictures(300, 31, channels), asked(300)
+    ours = augmented(Augmentation(vflip=0.3, rotation=40.0), images, request)
+    strong = Augmentation(vflip=0.3, rotation=40.0, randaugment=(2, 9), erasing=0.5)
+    then = augmented(replace(strong, vflip=0.0, rotation=0.0), ours, request)
+    assert np.array_equal(augmented(strong, images, request), then)
+    flipped, angles = 0, []
+    for slot, image in enumerate(images):
+        picture = as_picture(image)
+        if number(request, Purpose.VERTICAL_FLIP, slot, 1)[0] < 0.3:
+            picture, flipped = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM), flipped + 1
+        angles.append((2 * number(request, Purpose.ROTATION, slot, 1)[0] - 1) * 40.0)
+        rotated = picture.rotate(angles[-1], Image.Resampling.NEAREST, fillcolor=0)
+        assert np.array_equal(ours[slot], np.asarray(rotated).reshape(image.shape)), slot
+    assert 60 < flipped < 120
+    assert min(angles) < -38 < 38 < max(angles)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(32, 3), (17, 1), (6, 3)])

@@ -145,15 +145,15 @@ def _array_pixels(
         rows = transform.geometry(seed, request.epoch, request.keys, sizes)
         return np.stack([cut(image, row, transform) for image, row in zip(stored, rows, strict=True)])
     images = resize_array(stored, transform)
-    if transform.augment == "none":
+    if transform.augment == "none" and not transform.mirror:
         return np.ascontiguousarray(images)
     count, height, width, _ = images.shape
     pad = transform.pad
-    offsets = shift_offsets(seed, request, pad)
+    offsets = shift_offsets(seed, request, pad)  # zeros if nothing is padded
     rows = offsets[:, 1, None] + np.arange(height)
     columns = offsets[:, 0, None] + np.arange(width)
-    if transform.augment == "shift-flip":
-        flipped = mirrored(seed, request.epoch, request.keys)
+    if transform.mirror:
+        flipped = mirrored(seed, request.epoch, request.keys, transform.mirror)
         columns[flipped] = columns[flipped, ::-1]
     padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     return padded[np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -42,6 +42,8 @@ class Purpose(IntEnum):
     SUBSTITUTE = 13
     BANK = 14
     BALANCE = 15
+    VERTICAL_FLIP = 16
+    ROTATION = 17
 
 
 def bits(

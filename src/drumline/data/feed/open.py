@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from drumline.config.fields import value_of
-from drumline.config.learning import AutoInt, Data
+from drumline.config.learning import AutoFloat, AutoInt, Data
 from drumline.config.recipe import Recipe, Run
 from drumline.config.rules import problems
 from drumline.core.environment import read_rank_info
@@ -63,6 +63,10 @@ def open_feed(
     pool: Literal["auto", "threads", "processes"] = "auto",
     decode: Literal["auto", "cpu", "gpu"] = "auto",
     augment: Literal["auto", "none", "shift", "shift-flip", "crop-flip"] = "auto",
+    hflip: AutoFloat = "auto",
+    vflip: float = 0.0,
+    rotation: float = 0.0,
+    crop_scale: Sequence[float] = (0.08, 1.0),
     jitter: Sequence[float] = (),
     randaugment: Sequence[int] = (),
     erasing: float = 0.0,
@@ -108,6 +112,10 @@ def open_feed(
         decode: "gpu": the GPU's JPEG engine decodes the files for which it gives the same pixels.
         augment: How training images are augmented. "auto": "crop-flip" for image files, "shift-flip" for CIFAR,
             "shift" for other arrays.
+        hflip: Probability of a horizontal flip. "auto": 0.5 for "shift-flip" and "crop-flip", otherwise 0.
+        vflip: Probability of a vertical flip.
+        rotation: Greatest random rotation either way, in degrees.
+        crop_scale: Least and greatest area of the crops of "crop-flip", as fractions of the image's.
         jitter: Strengths of brightness, contrast, saturation and hue, such as (0.4, 0.4, 0.4, 0.1).
         randaugment: Operations per sample, and their magnitude, such as (2, 9).
         erasing: Probability that a rectangle of a training image is replaced by the mean colour.
@@ -128,9 +136,10 @@ def open_feed(
     """
     data = _checked(
         seed, source=source, path=os.fspath(path), batch=batch, size="auto" if size is None else size,
-        workers=workers, pool=pool, decode=decode, augment=augment, jitter=tuple(jitter),
-        randaugment=tuple(randaugment), erasing=erasing, holdout=holdout, balance=balance, eval_crop=eval_crop,
-        resize=resize, interpolation=interpolation, strict=strict, bad_limit=bad_limit, exif=exif,
+        workers=workers, pool=pool, decode=decode, augment=augment, hflip=hflip, vflip=vflip, rotation=rotation,
+        crop_scale=tuple(crop_scale), jitter=tuple(jitter), randaugment=tuple(randaugment), erasing=erasing,
+        holdout=holdout, balance=balance, eval_crop=eval_crop, resize=resize, interpolation=interpolation,
+        strict=strict, bad_limit=bad_limit, exif=exif,
     )  # fmt: skip
     rank, world = _rank_and_world(rank, world)
     if train and data.batch < world:

@@ -72,11 +72,11 @@ class ResidentSet:
         """The window of each sample: the shift and the mirroring that the loader would draw for it."""
         count, size, pad = len(self.dataset.images), self.transform.size, self.transform.pad
         image, side = request.samples % count, size + 2 * pad
-        if not pad:
+        if not pad and not self.transform.mirror:
             return image * side**2
         offsets = shift_offsets(seed, request, pad)
-        if self.transform.augment == "shift-flip":
-            flipped = mirrored(seed, request.epoch, request.keys)
+        if self.transform.mirror:
+            flipped = mirrored(seed, request.epoch, request.keys, self.transform.mirror)
             offsets[flipped, 0] = 2 * pad - offsets[flipped, 0]
             image = image + flipped * count
         return (image * side + offsets[:, 1]) * side + offsets[:, 0]
@@ -150,7 +150,7 @@ def _chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
 
 
 def _copies(transform: Transform) -> int:
-    return 2 if transform.augment == "shift-flip" else 1
+    return 2 if transform.mirror else 1
 
 
 def _stored_bytes(dataset: ArrayDataset, transform: Transform) -> int:

@@ -31,6 +31,8 @@ CHUNK_BYTES = 1 << 24
 """Of pixels that are summed at a time."""
 Augment = Literal["none", "shift", "shift-flip", "crop-flip"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+FULL_SCALE = (0.08, 1.0)
+"""Inception's range of crop areas."""
 MIX_COLUMNS = 6
 """Per sample: fraction of its pixels, fraction of its label, and the box (x0, y0, x1, y1) of its partner's pixels."""
 
@@ -41,6 +43,10 @@ class Transform:
 
     size: int
     augment: Augment
+    hflip: float | Literal["auto"] = "auto"
+    """Probability that an image is mirrored. `auto`: a half if `augment` flips."""
+    crop_scale: tuple[float, float] = FULL_SCALE
+    """Least and greatest area of the crops of `crop-flip`."""
     eval_crop: float = 0.875
     exif: Literal["ignore", "apply"] = "ignore"
     mixup: float = 0.0
@@ -57,6 +63,12 @@ class Transform:
         return max(1, self.size // 8) if self.augment.startswith("shift") else 0
 
     @property
+    def mirror(self) -> float:
+        """Probability that an image is mirrored."""
+        flips = 0.5 if self.augment.endswith("flip") else 0.0
+        return flips if self.hflip == "auto" else self.hflip
+
+    @property
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
@@ -65,6 +77,7 @@ class Transform:
         return replace(
             self,
             augment="none",
+            hflip="auto",
             mixup=0.0,
             cutmix=0.0,
             augmentation=Augmentation(),
@@ -80,18 +93,31 @@ class Transform:
     ) -> Geometry:
         """The crop of each image, by stored sizes: (n, 2) of width and height. `samples`: `Request.keys`."""
         if self.augment == "crop-flip":
-            return training_geometry(sizes, self.size, seed, epoch, np.asarray(samples))
-        return evaluation_geometry(sizes, self.size, self.eval_crop)
+            ids, scale = np.asarray(samples), self.crop_scale
+            return training_geometry(sizes, self.size, seed, epoch, ids, scale, self.mirror)
+        rows = evaluation_geometry(sizes, self.size, self.eval_crop)
+        if self.augment == "none" and self.mirror:
+            rows[:, Column.MIRROR] = mirrored(seed, epoch, np.asarray(samples), self.mirror)
+        return rows
 
 
 def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...]) -> Transform:
     """The training transform that a recipe asks for, with each `auto` resolved by the dataset. `mean`: the colour of
     erased boxes."""
+    augment = _augment(data, dataset)
+    if data.crop_scale != FULL_SCALE and augment != "crop-flip":
+        raise UserError(
+            f"data.crop_scale = {data.crop_scale}: data.augment = auto means {augment} for {dataset.name}, which "
+            "does not resize crops",
+            "set data.augment=crop-flip, or remove data.crop_scale",
+        )
     brightness, contrast, saturation, hue = data.jitter or (0.0,) * 4
     operations, magnitude = data.randaugment or (0, 0)
     return Transform(
         size=_size(data, dataset),
-        augment=_augment(data, dataset),
+        augment=augment,
+        hflip=data.hflip,
+        crop_scale=data.crop_scale,
         eval_crop=data.eval_crop,
         exif=data.exif,
         mixup=data.mixup,
@@ -99,6 +125,8 @@ def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...]) -> Tra
         resize=data.resize,
         interpolation=data.interpolation,
         augmentation=Augmentation(
+            vflip=data.vflip,
+            rotation=data.rotation,
             jitter=(brightness, contrast, saturation, hue),
             randaugment=(operations, magnitude),
             erasing=data.erasing,
@@ -251,14 +279,20 @@ _LOG_ASPECT = math.log(LARGEST_ASPECT)
 
 
 def training_geometry(
-    sizes: NDArray[np.integer], size: int, seed: int, epoch: int, samples: NDArray[np.integer]
+    sizes: NDArray[np.integer],
+    size: int,
+    seed: int,
+    epoch: int,
+    samples: NDArray[np.integer],
+    scale: tuple[float, float] = FULL_SCALE,
+    mirror: float = 0.5,
 ) -> Geometry:
-    """Random resized crops, half of them mirrored. `sizes` is (n, 2): the stored width and height."""
+    """Random resized crops, some of them mirrored. `sizes` is (n, 2): the stored width and height."""
     rows = np.zeros((len(samples), COLUMNS), np.int32)
     draws = uniform(seed, epoch, samples, Purpose.CROP, 4 * ATTEMPTS)
-    rows[:, :4] = random_resized_crops(sizes, draws)
+    rows[:, :4] = random_resized_crops(sizes, draws, scale)
     rows[:, Column.WIDTH] = rows[:, Column.HEIGHT] = size
-    rows[:, Column.MIRROR] = mirrored(seed, epoch, samples)
+    rows[:, Column.MIRROR] = mirrored(seed, epoch, samples, mirror)
     return rows
 
 
@@ -278,12 +312,15 @@ def evaluation_geometry(sizes: NDArray[np.integer], size: int, crop: float) -> G
     return rows
 
 
-def random_resized_crops(sizes: NDArray[np.integer], draws: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Inception's crop as (n, 4) boxes: 8 to 100 % of the area, aspect 3/4 to 4/3, the first of ten tries that
-    fits, otherwise the centre. `draws` has four uniform numbers per try."""
+def random_resized_crops(
+    sizes: NDArray[np.integer], draws: NDArray[np.float64], scale: tuple[float, float] = FULL_SCALE
+) -> NDArray[np.int32]:
+    """Inception's crop as (n, 4) boxes: 8 to 100 % of the area unless `scale` says otherwise, aspect 3/4 to 4/3, the
+    first of ten tries that fits, otherwise the centre. `draws` has four uniform numbers per try."""
     wide, high = np.asarray(sizes).astype(np.int64).T
     tries = draws.reshape(len(wide), ATTEMPTS, 4)
-    area = (wide * high)[:, None] * (0.08 + 0.92 * tries[:, :, 0])
+    least, greatest = scale
+    area = (wide * high)[:, None] * (least + (greatest - least) * tries[:, :, 0])
     aspect = exp_small((2 * tries[:, :, 1] - 1) * _LOG_ASPECT)
     w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
     h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
@@ -299,9 +336,11 @@ def random_resized_crops(sizes: NDArray[np.integer], draws: NDArray[np.float64])
     return np.stack([x, y, x + w, y + h], axis=1).astype(np.int32)
 
 
-def mirrored(seed: int, epoch: int, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
+def mirrored(
+    seed: int, epoch: int, samples: NDArray[np.integer], probability: float = 0.5
+) -> NDArray[np.bool_]:
     """Which samples are mirrored."""
-    return uniform(seed, epoch, samples, Purpose.FLIP, 1)[:, 0] < 0.5
+    return uniform(seed, epoch, samples, Purpose.FLIP, 1)[:, 0] < probability
 
 
 def _centre_of_last_resort(

@@ -1,9 +1,10 @@
-"""Keyed pixel augmentation: RandAugment, colour jitter, random erasing, decided per sample and applied per batch.
+"""Keyed pixel augmentation: flips, rotation, RandAugment, jitter, erasing, decided per sample, applied per batch.
 
 Promises: what happens to a sample is a function of (seed, epoch, sample id) alone, never of its batch, rank or
 worker; `plan` is pure and its result is plain arrays; `apply` gives the same bits on every device, those of
-Pillow's operations in torchvision's order (RandAugment, jitter, erasing), without a host sync.
-Decisions use only arithmetic that is exact by IEEE rules, so machines cannot disagree.
+Pillow's operations in torchvision's order (vertical flip, rotation, RandAugment, jitter, erasing), without a host
+sync. Decisions use only arithmetic that is exact by IEEE rules, so machines cannot disagree; the matrices of
+rotations also use the C library's sine and cosine.
 """
 
 from __future__ import annotations
@@ -48,12 +49,17 @@ class Op(IntEnum):
     EQUALIZE = 9
     HUE = 10
     ERASE = 11
+    FLIP = 12
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """The random pixel operations of training."""
 
+    vflip: float = 0.0
+    """Probability of a vertical flip."""
+    rotation: float = 0.0
+    """Degrees of the greatest rotation either way."""
     jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strengths of brightness, contrast, saturation and hue as in torchvision's ColorJitter; 0 leaves one out."""
     randaugment: tuple[int, int] = (0, 0)
@@ -64,6 +70,8 @@ class Augmentation:
     """The colour of an erased box, one number or one per channel."""
 
     def __post_init__(self) -> None:
+        assert 0 <= self.vflip <= 1, self.vflip
+        assert 0 <= self.rotation <= 180, self.rotation
         assert min(self.jitter) >= 0, self.jitter
         assert self.jitter[3] <= 0.5, self.jitter
         assert self.randaugment[0] >= 0, self.randaugment
@@ -73,7 +81,7 @@ class Augmentation:
 
     @property
     def active(self) -> bool:
-        return any(self.jitter) or self.randaugment[0] > 0 or self.erasing > 0
+        return any((*self.jitter, self.vflip, self.rotation)) or self.randaugment[0] > 0 or self.erasing > 0
 
 
 class OpRange(NamedTuple):
@@ -118,7 +126,10 @@ def plans(augmentation: Augmentation, seed: int, requests: list[Request], size: 
     assert all(request.epoch == epoch for request in requests)
     samples = np.concatenate([request.keys for request in requests])
     count, magnitude = augmentation.randaugment
-    layers = randaugment(count, magnitude, seed, epoch, samples, size) if count else []
+    layers = [vertical_flip(augmentation.vflip, seed, epoch, samples)] if augmentation.vflip else []
+    if augmentation.rotation:
+        layers.append(random_rotation(augmentation.rotation, seed, epoch, samples, size))
+    layers += randaugment(count, magnitude, seed, epoch, samples, size) if count else []
     if any(augmentation.jitter):
         layers += colour_jitter(augmentation.jitter, seed, epoch, samples)
     if augmentation.erasing:
@@ -145,6 +156,20 @@ def apply(images: torch.Tensor, plan: AugmentPlan) -> torch.Tensor:
                 piece = slice(start, min(start + step, last))
                 images[piece] = _result(op, images[piece], rows[piece, 1:])
     return images[table[-1, :, 0]]
+
+
+def vertical_flip(probability: float, seed: int, epoch: int, samples: Ids) -> _Layer:
+    """Turns images upside down, by mirroring them, with this probability."""
+    chosen = uniform(seed, epoch, samples, Purpose.VERTICAL_FLIP, 1)[:, 0] < probability
+    return _Layer(np.where(chosen, Op.FLIP, Op.NOTHING), np.zeros((len(samples), PARAMETERS), np.int32))
+
+
+def random_rotation(most: float, seed: int, epoch: int, samples: Ids, size: int) -> _Layer:
+    """Rotates each sample by an angle from -`most` to `most` degrees, as torchvision's RandomRotation does."""
+    angles = (2 * uniform(seed, epoch, samples, Purpose.ROTATION, 1)[:, 0] - 1) * most
+    parameters = np.zeros((len(samples), PARAMETERS), np.int32)
+    parameters[:, :6] = [pixels.fixed_point(pixels.rotate(angle, size, size)) for angle in angles.tolist()]
+    return _Layer(np.full(len(samples), int(Op.AFFINE)), parameters)
 
 
 def randaugment(count: int, magnitude: int, seed: int, epoch: int, samples: Ids, size: int) -> list[_Layer]:
@@ -307,6 +332,8 @@ def _result(op: Op, images: torch.Tensor, parameters: torch.Tensor) -> torch.Ten
             return pixels.equalize(images)
         case Op.HUE:
             return pixels.hue(images, first)
+        case Op.FLIP:
+            return images.flip(1)
         case Op.ERASE:
             return pixels.erase(images, parameters[:, :4], parameters[:, 4 : 4 + images.shape[3]])
         case _:
