@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, describe, names_code
+from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, describe, named_code
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError, combined
 from drumline.core.text import counted, message
 
@@ -37,8 +38,16 @@ def show(invocation: Invocation[RecipeOptions], command: Literal["train", "disti
 def _what_would_happen(invocation: Invocation[RecipeOptions], command: str) -> list[str]:
     run = _DryRun(invocation, to_score=command == "eval")
     checks = {
-        "train": (run.data, run.best_metric, run.model, run.processes, run.folder),
-        "distill": (run.data, run.best_metric, run.model, run.teachers, run.processes, run.folder),
+        "train": (run.data, run.best_metric, run.own_code, run.model, run.processes, run.folder),
+        "distill": (
+            run.data,
+            run.best_metric,
+            run.own_code,
+            run.model,
+            run.teachers,
+            run.processes,
+            run.folder,
+        ),
         "eval": (run.data, run.scored, run.processes),
     }
     lines: list[str] = []
@@ -105,6 +114,33 @@ class _DryRun:
             self.recipe.checkpoint.best, metrics, len(self._sets.train.classes) if self._sets else 1000
         )
         return []
+
+    def own_code(self) -> list[str]:
+        """The user's own functions besides data, model and teacher."""
+        import torch
+
+        from drumline.data.feed.own_transform import load_transform
+        from drumline.training.losses import OwnLoss
+
+        classes = len(self._sets.train.classes) if self._sets else 2
+        checks: dict[str, Callable[[str], object]] = {
+            "data.transform": load_transform,
+            "train.loss": lambda name: OwnLoss(name, classes, torch.device("cpu")),
+        }
+        lines, errors = [], []
+        for field, names in named_code(self.recipe, tuple(checks)).items():
+            line = f"{field}: {', '.join(names)}"
+            if self._is_untrusted(names, field):
+                line += "; not imported, because that would run its code; --trust allows it"
+            else:
+                try:
+                    checks[field](names[0])
+                except UserError as error:
+                    errors.append(error)
+            lines.append(line)
+        if errors:
+            raise combined(errors)
+        return lines
 
     def model(self) -> list[str]:
         import torch

@@ -14,7 +14,8 @@ from typing import Any
 
 from drumline.cli.help import Command
 from drumline.cli.train import announce
-from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, names_code, read_recipe
+from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, read_recipe
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.files import check_output
 from drumline.training.metrics import BINS, METRICS

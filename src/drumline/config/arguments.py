@@ -40,7 +40,7 @@ from drumline.config.fields import (
 from drumline.config.layouts import Problem, not_offered
 from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
-from drumline.config.sources import SOURCES
+from drumline.config.sources import SOURCES, names_code
 from drumline.config.toml import dump_recipe, literal, load_recipe, short_literal
 from drumline.core.errors import UserError, combined
 from drumline.core.text import did_you_mean, either
@@ -127,7 +127,7 @@ def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invoc
     if errors := [_error(problem, recipe, line.settings, origins) for problem in problems(recipe)]:
         raise combined(errors)
     trusted = getattr(options, "trust", False) or getattr(options, "dry_run", False)
-    if not trusted and (errors := _untrusted_code(recipe, origins)):
+    if not trusted and (errors := _untrusted_code(recipe, origins, command)):
         raise combined(errors)
     return Invocation(recipe, options, MappingProxyType(origins))
 
@@ -141,9 +141,20 @@ def describe(recipe: Recipe, origins: Mapping[str, str]) -> str:
     return dump_recipe(recipe, remarks)
 
 
-def names_code(name: str) -> bool:
-    """Whether the name of a model or a source is a `package.module:factory`."""
-    return ":" in name and not name.startswith(("torchvision/", "timm/"))
+EVALUATED = ("data.source", "model.name")
+CODE_FIELDS = (*EVALUATED, "data.transform", "optim.name", "train.loss", "distill.teacher")
+"""The fields that may name the user's own code: those that evaluation runs, and the others."""
+
+
+def named_code(recipe: Recipe, fields: Sequence[str] = CODE_FIELDS) -> dict[str, tuple[str, ...]]:
+    """The user's own code that a recipe names, by field."""
+    found = {}
+    for field in fields:
+        value = value_of(recipe, field)
+        code = tuple(filter(names_code, value if isinstance(value, tuple) else (value,)))
+        if code:
+            found[field] = code
+    return found
 
 
 @dataclass(frozen=True)
@@ -345,15 +356,14 @@ _RUN_FILES = ("environment.json", "metrics.jsonl", "checkpoints")
 """Files of a run folder beside its recipe."""
 
 
-def _untrusted_code(recipe: Recipe, origins: Mapping[str, str]) -> list[UserError]:
+def _untrusted_code(recipe: Recipe, origins: Mapping[str, str], command: str) -> list[UserError]:
     """Errors for the fields with which a recipe file names a module to import, which runs the module. The file may
     come from someone else; what is on the command line is the user's own."""
     errors = []
-    for name in ("data.source", "model.name", "distill.teacher"):
-        value = value_of(recipe, name)
-        names = value if isinstance(value, tuple) else (value,)
-        code = [each for each in names if names_code(each)]
-        if code and origins.get(name, COMMAND_LINE) != COMMAND_LINE:
+    for name, code in named_code(recipe, EVALUATED if command == "eval" else CODE_FIELDS).items():
+        if origins.get(name, COMMAND_LINE) != COMMAND_LINE:
+            value = value_of(recipe, name)
+            names = value if isinstance(value, tuple) else (value,)
             module = code[0].partition(":")[0]
             again = shlex.quote(f"{name}={','.join(names)}")
             errors.append(

@@ -17,9 +17,8 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from drumline.config.limits import ClassWeights, Descriptions, PerMachine, Values, Wrong
+from drumline.config.limits import ClassWeights, Descriptions, Names, PerMachine, Values, Wrong
 from drumline.config.recipe import Recipe
-from drumline.config.sources import SourceNames
 from drumline.core.text import near
 
 
@@ -59,8 +58,8 @@ class Field:
         return " ".join(limit.details for limit in self._tables)
 
     @property
-    def _tables(self) -> list[SourceNames | Descriptions]:
-        return [limit for limit in self.limits if isinstance(limit, SourceNames | Descriptions)]
+    def _tables(self) -> list[Names | Descriptions]:
+        return [limit for limit in self.limits if isinstance(limit, Names | Descriptions)]
 
     def check(self, value: Any) -> Wrong | None:
         """What is wrong with a value of the right type."""
@@ -76,7 +75,7 @@ class Field:
             return not self.default
         if self.default not in ("", (), MISSING):
             return self.default
-        listed = [limit.example for limit in self.limits if isinstance(limit, Values | ClassWeights)]
+        listed = [limit.example for limit in self.limits if isinstance(limit, Values | Names | ClassWeights)]
         kind = get_args(self.hint)[0] if get_origin(self.hint) is tuple else self.hint
         return listed[0] if listed else from_text(self.hint, [_SAMPLES[kind]])
 

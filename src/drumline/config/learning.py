@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from drumline.config.limits import ClassWeights, Length, PerMachine, Range, Values
-from drumline.config.sources import SourceNames
+from drumline.config.limits import ClassWeights, Length, Names, PerMachine, Range, Values
+from drumline.config.sources import SOURCE_NAMES
 from drumline.core.precision import PRECISIONS
 
 AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
 Fraction = Annotated[float, Range(0, below=1)]
-SourceName = Annotated[str, SourceNames()]
+SourceName = Annotated[str, SOURCE_NAMES]
 CHANNELS = Length((1, 3), "one for grey images, three for colour")
 PIXELS = "pixel values are between 0 and 1 here, so divide by 255 if necessary"
 if TYPE_CHECKING:
@@ -71,6 +71,10 @@ class Data:
     """RandAugment as two numbers: operations per sample, and magnitude (`2,9`). Empty: none."""
     erasing: Annotated[float, Range(0, 1)] = 0.0
     """Probability that a rectangle of a sample is replaced by the mean colour."""
+    transform: Annotated[str, Names((), "function")] = ""
+    """Your own augmentation of training images, besides the others, as `package.module:function`. Called as
+    `function(image, rng)` after crop and horizontal flip, before the other pixel operations: a uint8 array (height,
+    width, channels) and a NumPy generator for this sample and epoch. Returns an array of the same shape and type."""
     mixup: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
     """Alpha of mixup's Beta distribution. 0: off."""
     cutmix: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
@@ -181,6 +185,10 @@ class Train:
     CPU."""
     accumulate: Annotated[int, Range(1)] = 1
     """Micro-batches into which each process splits its slice of the global batch."""
+    loss: Annotated[str, Names(("cross_entropy", "bce"), "function")] = "cross_entropy"
+    """Loss of the labels. `bce`: binary cross-entropy of each class, averaged over the classes. Or your own as
+    `package.module:function`, called as `loss(logits, labels)`, which returns one loss per sample; a class is
+    constructed once."""
     label_smoothing: Fraction = 0.0
     """Fraction of the target that is spread over all classes."""
     class_weights: Annotated[tuple[str, ...], ClassWeights()] = ()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from drumline.core.text import counted, either
+from drumline.core.text import counted, either, near
 
 
 class Wrong(NamedTuple):
@@ -128,6 +128,31 @@ def named_weights(value: tuple[str, ...]) -> dict[str, float]:
     """The weights by name in a checked list of NAME:WEIGHT."""
     parts = [text.rpartition(":") for text in value]
     return {name: float(number) for name, _, number in parts}
+
+
+@dataclass(frozen=True)
+class Names:
+    """One of these names, or the user's own code as `package.module:thing`. `details` says what the names mean."""
+
+    names: tuple[str, ...]
+    thing: str = "factory"
+    details: str = ""
+
+    def check(self, value: str) -> Wrong | None:
+        module, colon, attribute = value.partition(":")
+        if value in (self.names or ("",)) or (colon and module and attribute):
+            return None
+        if not self.names:
+            return Wrong("not the name of a function", f"give {self}")
+        meant = near(value, self.names)
+        return Wrong(f"unknown; did you mean {meant[0]}?" if meant else "unknown", f"use one of {self}")
+
+    @property
+    def example(self) -> str:
+        return f"package.module:{self.thing}"
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names)}, or {self.example}" if self.names else self.example
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from drumline.config.layouts import Problem, layout_named, layout_problems
 from drumline.config.learning import Data
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous
-from drumline.config.sources import source_named
+from drumline.config.sources import names_code, source_named
 from drumline.core.errors import UserError, combined
 from drumline.core.precision import FP32, PRECISIONS
 from drumline.core.text import counted
@@ -146,6 +146,12 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             f"number the machines from 0 to {parallel.nodes - 1}, or give auto",
         )
     yield from _supervision(recipe)
+    if data.transform and data.decode == "gpu":
+        yield Problem(
+            "data.decode",
+            f"data.transform = {data.transform} is called on the CPU, before pixels are copied to the GPU",
+            "set data.decode to auto or cpu, or remove data.transform",
+        )
     if recipe.run.device == "cpu":
         if PRECISIONS.get(train.precision, FP32).needs_gpu:
             yield Problem("train.precision", "needs a GPU, but run.device = cpu", "use bf16 or fp32 on a CPU")
@@ -155,6 +161,12 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("train.capture", "needs a GPU, but run.device = cpu", "use auto or off on a CPU")
         if parallel.backend == "nccl":
             yield Problem("parallel.backend", "needs a GPU, but run.device = cpu", "use gloo on a CPU")
+    if train.label_smoothing and names_code(train.loss):
+        yield Problem(
+            "train.label_smoothing",
+            f"train.loss = {train.loss} is your own loss, which gets plain labels",
+            "smooth the labels in your loss, or use train.loss=cross_entropy or bce",
+        )
     if recipe.distill.cache_top and not recipe.distill.cache:
         yield Problem("distill.cache_top", "has no effect without distill.cache", "give distill.cache too")
     if recipe.distill.cache and data.balance != "none":

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from drumline.config.limits import Wrong
-from drumline.core.text import near
+from drumline.config.limits import Names
 
 
 @dataclass(frozen=True)
@@ -97,20 +96,14 @@ def source_named(name: str) -> Source:
 _CUSTOM = Source("drumline.data.sources.custom:open_custom", "passed to the factory", needs_path=False)
 
 
-class SourceNames:
-    """The limit of a field that names a source."""
+def names_code(name: str) -> bool:
+    """Whether a name is a `package.module:thing`: the user's own code."""
+    return ":" in name and not name.startswith(("torchvision/", "timm/"))
 
-    names = ("auto", *SOURCES)
-    details = "The sources, with the meaning of `path`: " + ", ".join(
-        f"`{name}` ({source.about})" for name, source in SOURCES.items()
-    )
 
-    def check(self, value: str) -> Wrong | None:
-        module, colon, attribute = value.partition(":")
-        if value in self.names or (colon and module and attribute):
-            return None
-        meant = near(value, self.names)
-        return Wrong(f"unknown; did you mean {meant[0]}?" if meant else "unknown", f"use one of {self}")
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.names)}, or package.module:factory"
+SOURCE_NAMES = Names(
+    ("auto", *SOURCES),
+    details="The sources, with the meaning of `path`: "
+    + ", ".join(f"`{name}` ({source.about})" for name, source in SOURCES.items()),
+)
+"""The limit of a field that names a source."""

@@ -107,6 +107,7 @@ class Distillation(Objective):
                 term.memory.at(step)
 
     def check(self) -> None:
+        self.classification.check()
         if self.teacher is not None:
             self.teacher.check()
 

@@ -57,7 +57,7 @@ from drumline.training.metrics import Metric, Score
 from drumline.training.model import initial_model
 from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
-from drumline.training.task import Classification, Task, class_weights, unchanged
+from drumline.training.task import Classification, Task, unchanged
 
 
 def distillation_task(
@@ -246,11 +246,7 @@ class _Builder:
         return Distillation(
             terms=self._terms(networks, module),
             r=self.selection.r,
-            classification=Classification(
-                self.recipe.train.label_smoothing,
-                len(self.classes),
-                class_weights(self.recipe, self.sets),
-            ),
+            classification=Classification.of(self.recipe, self.sets),
             run_teacher=run_teacher,
             global_batch=self._global_batch(),
             device=self.world.device,

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from drumline.config.arguments import names_code
 from drumline.config.recipe import Distill, Recipe
+from drumline.config.sources import names_code
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from drumline.core.precision import FP32, Precision, autocast

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from drumline.config.arguments import names_code
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import crop_decoded, crop_encoded
 from drumline.data.feed.transform import Geometry, Transform, resize_array

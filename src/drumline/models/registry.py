@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.core.text import did_you_mean, either, near
+from drumline.core.named import load_named
+from drumline.core.text import either, near
 from drumline.models.base import VisionModel
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
 from drumline.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -187,52 +187,14 @@ def _optional(module: str, name: str) -> Any:
 
 def _users_own(name: str, classes: int) -> nn.Module:
     """The model that the user's factory returns. An error that the factory raises is passed on."""
-    module_name, _, attribute = name.partition(":")
-    factory = _factory(name, module_name, attribute)
+    factory = load_named(name, "model", "(classes)", "model.name")
     model = factory(**{_class_argument(name, factory): classes})
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model {name} returned {type(model).__name__}, not a torch.nn.Module",
-            fix=f"return the model itself from {attribute}",
+            fix=f"return the model itself from {name.partition(':')[2]}",
         )
     return model
-
-
-def _factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
-    if "/" in module_name or module_name.endswith(".py"):
-        file, called = Path(module_name), attribute or "factory"
-        raise UserError(
-            f"model {name} names a file, not a module",
-            fix=f"add the folder {file.parent} to PYTHONPATH and set model.name={file.stem}:{called}",
-        )
-    if not module_name or not attribute:
-        raise UserError(f"model {name!r} has no module or no factory", fix="write package.module:factory")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"model {name}: importing {module_name} failed: it needs {error.name}, which is missing",
-                fix=f"install {error.name}",
-            ) from error
-        raise UserError(
-            f"model {name}: there is no module {error.name}",
-            fix="install the package, or put the folder that holds it on PYTHONPATH",
-        ) from error
-    except Exception as error:
-        raise UserError(
-            f"model {name}: importing {module_name} failed with {type(error).__name__}: {error}",
-            fix=f"fix {module_name} so that `python -c 'import {module_name}'` succeeds",
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        callables = [known for known, value in vars(module).items() if callable(value)]
-        what = "nothing called" if factory is None else "something that cannot be called under"
-        raise UserError(
-            f"model {name}: {module_name} has {what} {attribute}",
-            fix=did_you_mean(attribute, callables, f"define {attribute}(classes) in {module_name}"),
-        )
-    return factory
 
 
 def _class_argument(name: str, factory: Callable[..., Any]) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drumline.config.arguments import names_code
+from drumline.config.arguments import named_code
 from drumline.config.fields import recipe_fields, with_values
 from drumline.config.recipe import Distill, Recipe
 from drumline.config.toml import dump_recipe
@@ -289,8 +289,7 @@ def resume_command(recipe: Recipe, folder: Path) -> str:
     if folder.name.startswith("initial-"):  # an initial phase, whose run has no recipe.toml yet
         name = shlex.quote(f"run.name={folder.parent.name}")
         return f"drumline {command_of(recipe)} ... {name} checkpoint.resume=auto"
-    names = (recipe.data.source, recipe.model.name, *recipe.distill.teacher)
-    trust = ["--trust"] if any(names_code(name) for name in names) else []
+    trust = ["--trust"] if named_code(recipe) else []
     return f"drumline resume {shlex.join([str(folder), *trust])}"
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from drumline.config.arguments import names_code
+from drumline.config.arguments import named_code
 from drumline.config.recipe import Recipe
 from drumline.config.toml import differing_fields
 from drumline.core.machine import host_name
@@ -158,9 +158,8 @@ def software(recipe: Recipe) -> dict[str, str]:
         if any(name.startswith(f"{library}/") for name in named):
             found[library] = package_version(library)
     found["drumline's source code"] = code_digest(OURS)
-    for name in dict.fromkeys(filter(names_code, named)):
-        found[f"the code of {name}"] = _module_digest(name.partition(":")[0])
-    return found
+    own = named_code(recipe).values()
+    return found | {f"the code of {name}": module_digest(name) for names in own for name in names}
 
 
 def package_version(name: str) -> str:
@@ -214,8 +213,9 @@ def _sources(path: Path) -> list[Path]:
     )[:MOST_FILES]
 
 
-def _module_digest(module: str) -> str:
-    """The digest of the package or file of a module, and of the neighbours that it imports."""
+def module_digest(name: str) -> str:
+    """The digest of the package or file that `package.module:thing` names, and of the neighbours that it imports."""
+    module = name.partition(":")[0]
     top = module.partition(".")[0]
     try:
         spec = PathFinder.find_spec(top)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import Batch
+from drumline.data.feed.batch import Batch, make_batch
+from drumline.data.feed.own_transform import PROBED, REPEATABLE, unrepeatable
+from drumline.data.feed.sampler import Request
 from drumline.training.certificate import certify
 from drumline.training.run import Run
 from drumline.training.step import NotCapturable
@@ -39,6 +42,7 @@ def rehearse(run: Run, batch: Batch) -> None:
         ) from error
     _check_gradients(run)
     _check_draws(run)
+    _check_transform(run)
     if (reference := run.strategy.reference()) is not None:
         folder = run.folder.path if run.folder else None
         certify(run.step, reference, batch, run.position.step, folder, run.log)
@@ -141,3 +145,25 @@ def _check_draws(run: Run) -> None:
             f"run.strict: {what}", "draw with torch.rand in its forward, or leave out --run.strict"
         )
     run.log(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")
+
+
+def _check_transform(run: Run) -> None:
+    """Reports an own augmentation whose pixels are not determined by the image and its generator. All processes call
+    it."""
+    sets, recipe = run.sets, run.recipe
+    if not sets.transform.own:
+        return
+    request = next(
+        iter(sets.requests(recipe, run.strategy.batch_slice(), run.position.step, run.plan.total)), None
+    )
+    why = ""
+    if request is not None and run.strategy.grid.reads:
+        few = Request(request.epoch, request.samples[:PROBED])
+        images = make_batch(sets.train, replace(sets.transform, own=""), recipe.run.seed, few).batch.images
+        why = unrepeatable(images.numpy(), sets.train, sets.transform, recipe.run.seed, few)
+    why = next(filter(None, run.world.all_gather_object(why)), "")
+    what = f"data.transform {recipe.data.transform}: {why}"
+    if why and recipe.run.strict:
+        raise UserError(f"run.strict: {what}", REPEATABLE)
+    if why:
+        run.log(f"WARNING: {what}: the run cannot be repeated. {REPEATABLE[0].upper()}{REPEATABLE[1:]}")

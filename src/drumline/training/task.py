@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from drumline.config.recipe import Recipe
@@ -23,6 +23,7 @@ from drumline.data.feed.loader import Batches
 from drumline.data.feed.sampler import Request
 from drumline.observe.display import Display
 from drumline.parallel.strategy import Cut, Strategy
+from drumline.training.losses import Loss, OwnLoss, cross_entropy, make_loss
 from drumline.training.metrics import Metric
 from drumline.training.model import initial_model
 from drumline.training.schedule import Plan
@@ -80,15 +81,30 @@ class Objective:
 
 
 class Classification(Objective):
-    """Cross-entropy with label smoothing, on mixed or plain images."""
+    """The loss of the labels, on mixed or plain images."""
 
     def __init__(
-        self, label_smoothing: float = 0.0, classes: int = 1, weights: torch.Tensor | None = None
+        self,
+        label_smoothing: float = 0.0,
+        classes: int = 1,
+        weights: torch.Tensor | None = None,
+        loss: Loss | None = None,
     ) -> None:
         """`weights`: one per class. A sample counts with the weight of its label, and a mixed one with those of both
         its labels. The sum is divided by the number of samples, not by their weights, so it does not depend on how
-        the batch is divided."""
-        self.label_smoothing, self.classes, self.weights = label_smoothing, classes, weights
+        the batch is divided. `loss` replaces cross-entropy with label smoothing."""
+        self.classes, self.weights = classes, weights
+        self.loss = loss or partial(cross_entropy, smoothing=label_smoothing)
+
+    @staticmethod
+    def of(recipe: Recipe, sets: Sets) -> Classification:
+        """With the recipe's loss and class weights."""
+        classes, weights = len(Classes.of(sets.train)), sets.class_weights(recipe)
+        return Classification(
+            classes=classes,
+            weights=None if weights is None else torch.from_numpy(weights).to(sets.device, torch.float32),
+            loss=make_loss(recipe.train, classes, sets.device),
+        )
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
         logits = model(images)
@@ -107,14 +123,12 @@ class Classification(Objective):
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One loss per sample."""
-        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        losses = self.loss(logits, labels)
         return losses if self.weights is None else losses * self.weights[labels]
 
-
-def class_weights(recipe: Recipe, sets: Sets) -> torch.Tensor | None:
-    """The recipe's class weights on the device."""
-    weights = sets.class_weights(recipe)
-    return None if weights is None else torch.from_numpy(weights).to(sets.device, torch.float32)
+    def check(self) -> None:
+        if isinstance(self.loss, OwnLoss):
+            self.loss.check()
 
 
 def check_logits(logits: object, classes: int) -> None:
@@ -192,6 +206,5 @@ def classification(recipe: Recipe, sets: Sets, plan: Plan, strategy: Strategy, d
     classes = Classes.of(sets.train)
     module, messages = initial_model(recipe, classes, strategy.world)
     module = strategy.sync_batchnorm(strategy.place(module))
-    weights = class_weights(recipe, sets)
-    objective = Classification(recipe.train.label_smoothing, len(classes), weights)
+    objective = Classification.of(recipe, sets)
     return Task(module, module, objective, messages=messages)

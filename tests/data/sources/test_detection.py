@@ -54,7 +54,7 @@ def test_a_source_is_an_entry_in_the_table(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = Source("toy_source:open_toy", "a .toy file", detect="toy_source:is_toy", augment="none")
     monkeypatch.setitem(table.SOURCES, "toy", entry)
-    monkeypatch.setattr(table.SourceNames, "names", (*table.SourceNames.names, "toy"))
+    monkeypatch.setitem(vars(table.SOURCE_NAMES), "names", (*table.SOURCE_NAMES.names, "toy"))
     (tmp_path / "some.toy").touch()
     assert detect_source("auto", str(tmp_path / "some.toy")) == "toy"
     assert open_dataset(DatasetSpec("toy", "some.toy", "train")).classes == tuple("abcd")

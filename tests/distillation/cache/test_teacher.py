@@ -38,6 +38,9 @@ def test_every_part_of_a_transform_that_determines_pixels_is_in_the_key() -> Non
         "interpolation": "bicubic",
         "augmentation": Augmentation(erasing=0.5),
         "on_bad": "substitute",
+        "hflip": 0.5,
+        "crop_scale": (0.2, 1.0),
+        "own": "tests.nowhere:f",
     }
     assert set(changed) | {"mixup", "cutmix"} == {item.name for item in fields(Transform)}
     texts = {describe_transform(replace(base, **{name: value}), MEAN, STD) for name, value in changed.items()}
@@ -46,7 +49,11 @@ def test_every_part_of_a_transform_that_determines_pixels_is_in_the_key() -> Non
         describe_transform(base, MEAN, (0.2,)),
         describe_transform(base, MEAN, STD),
     }
-    assert len(texts) == len(changed) + 3
+    texts |= {
+        describe_transform(replace(base, augmentation=Augmentation(**each)), MEAN, STD)
+        for each in ({"vflip": 0.5}, {"rotation": 9.0})
+    }
+    assert len(texts) == len(changed) + 5
     moving = replace(base, augment="crop-flip")
     assert describe_transform(moving, MEAN, STD) == describe_transform(
         replace(moving, eval_crop=0.5), MEAN, STD

@@ -24,6 +24,7 @@ from drumline import native
 from drumline.core.errors import LostError, UserError
 from drumline.core.text import counted, printable
 from drumline.data.feed.draws import KEY_BITS, Purpose, bits
+from drumline.data.feed.own_transform import transform_images
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import (
     Column,
@@ -103,10 +104,13 @@ def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Reque
             dataset.labels[request.samples],
             (),
         )
+        transform_images(pixels, dataset, transform, seed, request)
         return finished(torch.from_numpy(pixels), labels, bad, transform, seed, request)
     found = [load_sample(dataset, transform, seed, request.epoch, int(key)) for key in request.keys]
+    pixels = np.stack([one.pixels for one in found])
+    transform_images(pixels, dataset, transform, seed, request)
     return finished(
-        torch.from_numpy(np.stack([one.pixels for one in found])),
+        torch.from_numpy(pixels),
         np.array([one.label for one in found], np.int64),
         tuple(bad for one in found for bad in one.bad),
         transform,

@@ -47,6 +47,10 @@ def choose_workers(
 ) -> tuple[LoaderWorkers, str]:
     """The workers for this dataset on this machine, and the reason. `count` is how many there may be."""
     if isinstance(dataset, ArrayDataset):
+        if transform.own and pool == "processes" and count:
+            return LoaderWorkers(
+                "processes", count
+            ), f"data.transform runs in {LoaderWorkers('processes', count)}"
         return LoaderWorkers("threads", 0), ""
     _check_possible(pool, decode, device, count)
     if count == 0:
@@ -80,6 +84,10 @@ def choose_workers(
         ) as feed:
             return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
 
+    if transform.own and device.type == "cuda":
+        decode, on_cpu_why = "cpu", "; JPEGs on the CPU, where data.transform is called"
+    else:
+        on_cpu_why = ""
     workers, figures = LoaderWorkers("threads", count), ""
     if pool == "processes":
         workers = LoaderWorkers("processes", count)
@@ -100,7 +108,7 @@ def choose_workers(
                 f"decoding by {workers}, and on the GPU what the step would wait for: {figures}",
             )
         return workers, f"decoding by {workers}: {figures}"
-    return workers, f"decoding by {workers}" + (f": {figures}" if figures else "")
+    return workers, f"decoding by {workers}{on_cpu_why}" + (f": {figures}" if figures else "")
 
 
 def gpu_unavailable(device: torch.device) -> str:

@@ -44,6 +44,7 @@ class Purpose(IntEnum):
     BALANCE = 15
     VERTICAL_FLIP = 16
     ROTATION = 17
+    OWN_TRANSFORM = 18
 
 
 def bits(

@@ -78,10 +78,9 @@ def batches(
     fraction = GpuFraction() if workers.decode == "both" and device.type == "cuda" else None
     asked = _FeedArguments(spec, dataset, transform, seed, requests, workers, fraction)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
-    # On a CPU, an array batch is made faster than it could be handed to another thread.
-    running_ahead = (
-        prefetch(made, READY) if isinstance(dataset, EncodedDataset) or device.type == "cuda" else made
-    )
+    # On a CPU, a plain array batch is made faster than it could be handed to another thread.
+    slow = isinstance(dataset, EncodedDataset) or transform.own or device.type == "cuda"
+    running_ahead = prefetch(made, READY) if slow else made
     with closing(running_ahead) as feed:
         while True:
             wanted = fraction.wanted(device) if fraction else None
@@ -168,12 +167,11 @@ class _FeedArguments:
     def on_host(self, allocate: Allocate, route: Route | None = None) -> Generator[HostBatch, None, None]:
         """The batches as the workers make them."""
         dataset, transform, seed, workers = self.dataset, self.transform, self.seed, self.workers
-        if workers.count == 0 or isinstance(dataset, ArrayDataset):
+        if workers.count and workers.kind == "processes":
+            digest = "" if isinstance(dataset, ArrayDataset) else dataset.digest()
+            yield from process_batches(self.spec, digest, transform, seed, self.requests, workers.count)
+        elif workers.count == 0 or isinstance(dataset, ArrayDataset):
             yield from (make_batch(dataset, transform, seed, request) for request in self.requests)
-        elif workers.kind == "processes":
-            yield from process_batches(
-                self.spec, dataset.digest(), transform, seed, self.requests, workers.count
-            )
         else:
             yield from threaded_batches(
                 dataset, transform, seed, self.requests, workers.count, allocate, route

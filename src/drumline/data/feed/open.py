@@ -70,6 +70,7 @@ def open_feed(
     jitter: Sequence[float] = (),
     randaugment: Sequence[int] = (),
     erasing: float = 0.0,
+    transform: str = "",
     holdout: float = 0.0,
     balance: Balance = "none",
     eval_crop: float = 0.875,
@@ -119,6 +120,8 @@ def open_feed(
         jitter: Strengths of brightness, contrast, saturation and hue, such as (0.4, 0.4, 0.4, 0.1).
         randaugment: Operations per sample, and their magnitude, such as (2, 9).
         erasing: Probability that a rectangle of a training image is replaced by the mean colour.
+        transform: Your own augmentation as "package.module:function", called as `function(image, rng)` for each
+            training image: a uint8 array (height, width, channels) and a NumPy generator of its own.
         holdout: Fraction of the samples to set aside for evaluation, for data without an evaluation split. Pass the
             same value with `train=True` and `train=False`.
         balance: How often an epoch draws each class, as data.balance: "none" (each sample once), "sqrt", "balanced".
@@ -138,7 +141,8 @@ def open_feed(
         seed, source=source, path=os.fspath(path), batch=batch, size="auto" if size is None else size,
         workers=workers, pool=pool, decode=decode, augment=augment, hflip=hflip, vflip=vflip, rotation=rotation,
         crop_scale=tuple(crop_scale), jitter=tuple(jitter), randaugment=tuple(randaugment), erasing=erasing,
-        holdout=holdout, balance=balance, eval_crop=eval_crop, resize=resize, interpolation=interpolation,
+        transform=transform, holdout=holdout, balance=balance, eval_crop=eval_crop, resize=resize,
+        interpolation=interpolation,
         strict=strict, bad_limit=bad_limit, exif=exif,
     )  # fmt: skip
     rank, world = _rank_and_world(rank, world)
@@ -162,18 +166,18 @@ def open_feed(
             f"give {len(dataset)} or less",
         )
     mean = normalization(data, dataset)[0] if data.erasing else ()
-    transform = make_transform(data, dataset, mean)
-    transform = transform if train else transform.for_evaluation()
+    view = make_transform(data, dataset, mean)
+    view = view if train else view.for_evaluation()
     info = read_rank_info(os.environ)
     threads = (
         cores_per_process(info.local_size if info else world) if data.workers == "auto" else data.workers
     )
     chosen, _ = choose_workers(
-        spec, dataset, transform, seed, target, count=threads, pool=data.pool, decode=data.decode
+        spec, dataset, view, seed, target, count=threads, pool=data.pool, decode=data.decode
     )
     shares = epoch_shares(dataset, data.balance, data.batch, seed) if train else None
     plan = _Plan(len(dataset), data.batch, train, seed, rank, world, shares)
-    feed = Feed(spec, dataset, transform, plan, chosen, target, data.bad_limit)
+    feed = Feed(spec, dataset, view, plan, chosen, target, data.bad_limit)
     feed.set_epoch(epoch, start)
     return feed
 

@@ -28,6 +28,7 @@ from drumline.data.feed.batch import (
     load_sample,
     native_decodes,
 )
+from drumline.data.feed.own_transform import transform_images
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import COLUMNS, Transform
 from drumline.data.sources import EncodedDataset
@@ -180,6 +181,7 @@ class Slot:
             self.images[slot] = torch.from_numpy(found.pixels)
             labels[slot] = found.label
             bad += found.bad
+        transform_images(self.images.numpy(), self.dataset, self.transform, self.seed, self.request, rest.map)
         made = finished(self.images, labels, tuple(bad), self.transform, self.seed, self.request)
         made = made._replace(undecoded=self.undecoded)
         self.by_python, self.borrowed, self.sound, self.undecoded = {}, [], None, None

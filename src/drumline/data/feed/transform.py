@@ -54,6 +54,8 @@ class Transform:
     resize: Version = "pillow12"
     interpolation: Smooth = "bilinear"
     augmentation: Augmentation = field(default_factory=Augmentation)
+    own: str = ""
+    """The user's own function, as `package.module:function`; empty if there is none."""
     on_bad: Literal["raise", "substitute", "black"] = "raise"
     """What replaces a sample that cannot be read: nothing (the run stops), another sample, or a black image."""
 
@@ -81,6 +83,7 @@ class Transform:
             mixup=0.0,
             cutmix=0.0,
             augmentation=Augmentation(),
+            own="",
             on_bad="raise" if self.on_bad == "raise" else "black",
         )
 
@@ -132,6 +135,7 @@ def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...]) -> Tra
             erasing=data.erasing,
             fill=mean_colour(mean) or (0,),
         ),
+        own=data.transform,
         on_bad="raise" if data.strict else "substitute",
     )
 

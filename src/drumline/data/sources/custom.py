@@ -7,7 +7,6 @@ reported with the factory's name.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
+from drumline.core.named import load_named
 from drumline.data.image.decode import check_bytes
 from drumline.data.reading import USERS, patiently
 from drumline.data.sources.base import (
@@ -33,7 +33,7 @@ from drumline.data.sources.base import (
 def open_custom(spec: DatasetSpec) -> Dataset:
     """The object that the factory gives for this split. Without `classes`, the training split is opened too,
     since its labels show how many there are."""
-    name, factory = spec.source, _import(spec.source)
+    name, factory = spec.source, load_named(spec.source, "data.source", "(path, split)")
     given = _call(factory, spec.source, spec.path, spec.split)
     if not hasattr(given, "labels") or not (hasattr(given, "images") or hasattr(given, "read")):
         raise UserError(
@@ -83,24 +83,6 @@ class CustomFiles(EncodedDataset):
     def where(self, sample: int) -> str:
         where = getattr(self._given, "where", None)
         return str(where(int(sample))) if callable(where) else f"{self.name} sample {sample}"
-
-
-def _import(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        raise UserError(
-            f"data.source {name}: importing {module_name} raised {type(error).__name__}: {error}",
-            fix="install the package or put its folder on PYTHONPATH",
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise UserError(
-            f"data.source {name}: {module_name} has no callable {attribute!r}",
-            fix="write package.module:factory with a function of that module",
-        )
-    return factory
 
 
 def _call(factory: Callable[..., Any], name: str, path: str, split: str) -> Any:

@@ -35,7 +35,7 @@ from drumline.core.progress import progress
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, prefetch
 from drumline.data.feed.sampler import Ids, Request
-from drumline.data.feed.transform import Transform
+from drumline.data.feed.transform import FULL_SCALE, Transform
 from drumline.data.sources import ArrayDataset, Dataset
 from drumline.distillation.cache.fill import CHUNK, fill, spot_check
 from drumline.distillation.cache.folder import Cache, Key, open_cache
@@ -43,6 +43,7 @@ from drumline.distillation.cache.rows import Rule, decode
 from drumline.distillation.teacher import LoadedTeacher, Teacher, TeacherOutput
 from drumline.parallel.world import World
 from drumline.state.fingerprint import state_sha256
+from drumline.state.provenance import module_digest
 from drumline.training.schedule import Plan
 from drumline.training.sets import Sets, normaliser
 from drumline.training.stop import StopSign
@@ -244,6 +245,14 @@ def describe_transform(transform: Transform, mean: Sequence[float], std: Sequenc
     if transform.augment != "none":
         del chosen["eval_crop"]
     pixels = asdict(chosen.pop("augmentation"))
+    if own := chosen["own"]:
+        chosen["own"] = f"{own} {module_digest(own)}"
+    # Left out unless they are used, so that the keys of earlier versions stay valid.
+    later = {"hflip": "auto", "crop_scale": FULL_SCALE, "own": "", "vflip": 0.0, "rotation": 0.0}
+    chosen, pixels = (
+        {name: value for name, value in each.items() if name not in later or value != later[name]}
+        for each in (chosen, pixels)
+    )
     # Six digits: the last digits of measured statistics may differ between machines.
     chosen |= pixels | {"mean": [float(f"{value:.6g}") for value in mean]}
     chosen |= {"std": [float(f"{value:.6g}") for value in std]}

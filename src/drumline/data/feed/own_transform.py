@@ -1,0 +1,149 @@
+"""A user's own augmentation: `data.transform=package.module:function`, called once for each training sample.
+
+It is called as `function(image, rng)` after crop and horizontal flip: a uint8 array of height x width x channels, and
+a NumPy generator that is keyed by (seed, epoch, sample id). It returns an array of the same shape and type. Promises:
+the result does not depend on workers, ranks or the batch, as long as the function draws from its generator alone,
+which `unrepeatable` checks on the first samples. A wrong result or an exception is a `UserError` that names the
+sample: broken files are replaced, broken code is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.core.arithmetic import leave_no_trace
+from drumline.core.errors import UserError
+from drumline.core.named import accepts, instance, load_named, signature_of
+from drumline.data.feed.draws import Purpose, bits
+from drumline.data.feed.sampler import Request
+from drumline.data.feed.transform import Transform
+from drumline.data.sources import ArrayDataset, Dataset
+from drumline.data.sources.base import Images
+
+CALLED = "(image, rng)"
+PROBED = 8
+"""Samples on which `unrepeatable` tries the function."""
+REPEATABLE = "draw every random number from its second argument, as in rng.random() or rng.integers(10)"
+
+
+@lru_cache
+def load_transform(name: str) -> Callable[..., Any]:
+    """The function, or an object of the class, that `data.transform` names."""
+    title = f"data.transform {name}"
+    function = instance(load_named(name, "data.transform", CALLED), title, {}, CALLED)
+    if not accepts(function, None, None):
+        raise UserError(
+            f"{title}: cannot be called as {CALLED}; its signature is {signature_of(function)}",
+            fix="take the image and a NumPy generator as the first two parameters, and give the others defaults",
+        )
+    return function
+
+
+def generator_of(seed: int, epoch: int, key: int) -> np.random.Generator:
+    """The generator of a sample in an epoch, given its key (`Request.keys`)."""
+    words = bits(seed, epoch, np.array([key]), Purpose.OWN_TRANSFORM)[0].astype("<u4")
+    return np.random.Generator(np.random.Philox(key=words.view("<u8")))
+
+
+def transform_images(
+    images: Images,
+    dataset: Dataset,
+    transform: Transform,
+    seed: int,
+    request: Request,
+    spread: Callable[..., Any] = map,
+) -> None:
+    """Applies the user's function in place to the rows of a batch. `spread` maps it over them, perhaps in threads."""
+    if not transform.own:
+        return
+    function = load_transform(transform.own)
+
+    def one(row: int, sample: int, key: int) -> None:
+        rng = generator_of(seed, request.epoch, key)
+        images[row] = _result(function, images[row], rng, dataset, transform, request.epoch, sample)
+
+    for _ in spread(one, range(len(images)), request.samples.tolist(), request.keys.tolist()):
+        pass
+
+
+def unrepeatable(images: Images, dataset: Dataset, transform: Transform, seed: int, request: Request) -> str:
+    """Why the function's result is not determined by the image and its generator; empty if it seems to be. Tries it
+    on a few images that it has not seen."""
+    function = load_transform(transform.own)
+    for image, sample in zip(images[:PROBED], request.samples.tolist(), strict=False):
+
+        def made(image: Images = image, sample: int = sample) -> Images:
+            rng = generator_of(seed, request.epoch, sample)
+            return _result(function, image.copy(), rng, dataset, transform, request.epoch, sample)
+
+        with _undisturbed() as drawn:
+            first = made()
+        if drawn:
+            return f"it draws from {' and '.join(drawn)}"
+        with _undisturbed():
+            if not np.array_equal(first, made()):
+                return "called twice with the same image and generator, it gives different pixels"
+    return ""
+
+
+def _result(
+    function: Callable[..., Any],
+    image: Images,
+    rng: np.random.Generator,
+    dataset: Dataset,
+    transform: Transform,
+    epoch: int,
+    sample: int,
+) -> Images:
+    """The checked result for one image, which the function may write to."""
+    where = f"{dataset.name} sample {sample}" if isinstance(dataset, ArrayDataset) else dataset.where(sample)
+    title, shape = f"data.transform {transform.own}", image.shape
+    try:
+        found = function(image, rng)
+    except UserError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise UserError(
+            f"{title}: raised {type(error).__name__} for {where} (epoch {epoch}): {error}",
+            fix=f"correct the function; it is called as {CALLED} with a uint8 array of shape {shape}",
+        ) from error
+    if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.shape != shape:
+        kind = (
+            f"{found.dtype} array of shape {found.shape}"
+            if isinstance(found, np.ndarray)
+            else type(found).__name__
+        )
+        raise UserError(
+            f"{title}: returned a {kind} for {where}",
+            fix=f"return a uint8 NumPy array of the shape of its image, {shape}; Drumline normalises it later",
+        )
+    return found
+
+
+@contextmanager
+def _undisturbed() -> Iterator[list[str]]:
+    """Restores the generators that a whole process shares. Afterwards the list names those that were used."""
+    used: list[str] = []
+    names = ("Python's `random`", "`numpy.random`", "torch's generator")
+
+    def states() -> tuple[Any, Any, Any]:
+        name, keys, *rest = np.random.get_state()
+        return (
+            random.getstate(),
+            (name, np.asarray(keys).tobytes(), *rest),
+            torch.get_rng_state().numpy().tobytes(),
+        )
+
+    numpys = np.random.get_state()
+    with leave_no_trace():
+        before = states()
+        yield used
+        used += [name for name, old, new in zip(names, before, states(), strict=True) if old != new]
+    np.random.set_state(numpys)

@@ -1,0 +1,131 @@
+"""The loss of the labels: cross-entropy, binary cross-entropy, or the user's own; one number for each sample.
+
+The user's own is called as `loss(logits, labels)` with fp32 logits (n, classes) and int64 labels (n,), outside any
+autocast, and twice for mixed samples. It must return one loss per sample: these are weighted by the global batch, so
+that the gradient is the same however the batch is divided. Promises: a loss that cannot be called so, returns another
+shape, has no gradient, or has parameters or a state of its own is rejected before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drumline.config.learning import Train
+from drumline.config.sources import names_code
+from drumline.core.arithmetic import leave_no_trace
+from drumline.core.errors import UserError
+from drumline.core.named import accepts, instance, load_named, signature_of
+from drumline.core.precision import FP32, autocast
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) to one loss per sample."""
+CALLED = "(logits, labels)"
+PROBED = 3
+"""Samples of the trial call: more than one, so that a mean is told from a loss per sample."""
+
+
+def make_loss(train: Train, classes: int, device: torch.device) -> Loss:
+    """The recipe's loss, tried on a few made-up logits if it is the user's own."""
+    if names_code(train.loss):
+        return OwnLoss(train.loss, classes, device)
+    if train.loss == "bce":
+        return partial(binary_cross_entropy, smoothing=train.label_smoothing)
+    return partial(cross_entropy, smoothing=train.label_smoothing)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """torch's cross-entropy with label smoothing."""
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Each class as a yes-or-no question, averaged over the classes (Wightman et al., 2021)."""
+    rest = smoothing / logits.shape[1]
+    targets = torch.full_like(logits, rest)
+    targets.scatter_(1, labels.unsqueeze(1), 1.0 - smoothing + rest)
+    with autocast(logits.device, FP32):
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+
+
+class OwnLoss:
+    """The user's function or `nn.Module`, checked at each call. An argument `reduction` gets `none`."""
+
+    def __init__(self, name: str, classes: int, device: torch.device) -> None:
+        self.title = f"train.loss {name}"
+        found = load_named(name, "train.loss", CALLED)
+        parameters = getattr(signature_of(found), "parameters", {})
+        loss: Any = instance(found, self.title, {"reduction": "none"}, CALLED)
+        if loss is found and "reduction" in parameters:
+            loss = partial(found, reduction="none")
+        if isinstance(loss, nn.Module):
+            if names := [name for name, _ in loss.named_parameters()]:
+                raise UserError(
+                    f"{self.title}: has the parameters {', '.join(names[:3])}, which no optimizer trains",
+                    "put them into the model (model.name=package.module:factory), or make them buffers",
+                )
+            loss = loss.to(device)
+        if not accepts(loss, None, None):
+            raise UserError(
+                f"{self.title}: cannot be called as {CALLED}; its signature is {signature_of(loss)}",
+                "take logits and labels as the first two parameters, and give the others defaults",
+            )
+        self._loss = loss
+        self._try(classes, device)
+        self._versions = self._buffer_versions()
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        with autocast(logits.device, FP32):
+            losses = self._loss(logits, labels)
+        if not isinstance(losses, Tensor) or losses.shape != labels.shape:
+            shape = (
+                f"a tensor of shape {tuple(losses.shape)}"
+                if isinstance(losses, Tensor)
+                else type(losses).__name__
+            )
+            raise UserError(
+                f"{self.title}: returned {shape} for {len(labels)} samples",
+                f"return one loss per sample, of shape ({len(labels)},) here (reduction='none'): Drumline divides "
+                "their sum by the global batch, which is exact for any number of processes and micro-batches",
+            )
+        return losses.float()
+
+    def check(self) -> None:
+        """Rejects a loss that has changed its buffers: no checkpoint holds them."""
+        if self._buffer_versions() != self._versions:
+            raise UserError(
+                f"{self.title}: changes its buffers while it runs, which a resumed run could not repeat",
+                "compute the loss from logits and labels alone",
+            )
+
+    def _try(self, classes: int, device: torch.device) -> None:
+        """Calls it once as a step does, without a trace."""
+        logits = torch.linspace(-1, 1, PROBED * classes, device=device).view(PROBED, classes).requires_grad_()
+        labels = torch.arange(PROBED, device=device) % classes
+        modules = [self._loss] if isinstance(self._loss, nn.Module) else []
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        try:
+            with torch.enable_grad(), leave_no_trace(*modules, tensors=buffers, devices=[device]):
+                losses = self(logits, labels)
+                if not losses.requires_grad:
+                    raise UserError(
+                        f"{self.title}: the losses do not depend on the logits, so nothing can be learned",
+                        "compute them from the logits with torch, without .detach(), .item() or torch.no_grad()",
+                    )
+                losses.sum().backward()
+        except UserError:
+            raise
+        except Exception as error:  # a user's loss may raise anything
+            raise UserError(
+                f"{self.title}: raised {type(error).__name__} for logits of shape {tuple(logits.shape)} and labels "
+                f"of shape {tuple(labels.shape)}: {error}",
+                f"correct it; it is called as {CALLED} with float32 logits and int64 class numbers",
+            ) from error
+
+    def _buffer_versions(self) -> list[int]:
+        return [each._version for each in self._loss.buffers()] if isinstance(self._loss, nn.Module) else []
