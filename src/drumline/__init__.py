@@ -4,6 +4,7 @@ The command line is `drumline`. From Python:
 
     Recipe, train, distill, evaluate     the commands as functions
     create_model, load_model             models by name; the model of a run, ready to predict
+    export_model                         a verified file of a model for other programs
     open_feed                            exact pixels at full speed, for any training loop
     guard, GuardError                    finds silent mistakes in any training loop
     checkpoints                          save, verify and load, for any training loop
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from drumline.data.image.resize import resize as resize
     from drumline.guards.finding import GuardError as GuardError
     from drumline.guards.script.watch import guard as guard
+    from drumline.inference.export.export import export_model as export_model
     from drumline.inference.model import load_model as load_model
     from drumline.models.registry import create_model as create_model
 
@@ -45,6 +47,7 @@ _HOMES = {
     "create_model": "drumline.models.registry",
     "distill": "drumline.api",
     "evaluate": "drumline.api",
+    "export_model": "drumline.inference.export.export",
     "guard": "drumline.guards.script.watch",
     "load_model": "drumline.inference.model",
     "open_feed": "drumline.data.feed.open",

@@ -15,7 +15,8 @@ from drumline.data.classes import Classes
 from drumline.data.feed.batch import make_batch
 from drumline.data.feed.sampler import Request
 from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, open_dataset
-from drumline.inference.model import Prediction, TrainedModel, load_model
+from drumline.inference.classifier import Prediction
+from drumline.inference.model import TrainedModel, load_model
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord

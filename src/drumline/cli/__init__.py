@@ -30,6 +30,7 @@ commands:
   runs     list runs and how they differ
   eval     score a run or weights
   predict  classify images with a trained model
+  export   write a model for other programs, verified
   pack     pack a data set into a few large files
   verify   check a run or a data set for damage
   compare  report whether two runs have the same bits
@@ -55,6 +56,7 @@ COMMANDS = (
     "runs",
     "eval",
     "predict",
+    "export",
     "pack",
     "verify",
     "compare",
@@ -65,6 +67,7 @@ COMMANDS = (
 OTHER_COMMANDS = {
     **dict.fromkeys(("fit", "run", "finetune", "fine-tune"), "train"),
     **dict.fromkeys(("evaluate", "test", "validate", "val", "score"), "eval"),
+    **dict.fromkeys(("convert", "save", "onnx", "deploy", "freeze"), "export"),
     **dict.fromkeys(("infer", "inference", "classify", "label"), "predict"),
     **dict.fromkeys(("continue", "restart"), "resume"),
     **dict.fromkeys(("ls", "list", "history", "table"), "runs"),

@@ -18,8 +18,8 @@ from drumline.core.progress import progress
 from drumline.core.text import counted, either, json_line, message, printable
 
 if TYPE_CHECKING:
+    from drumline.inference.classifier import Classifier
     from drumline.inference.images import ImageInput
-    from drumline.inference.model import TrainedModel
     from drumline.inference.predict import PredictedImage
 
 Format = Literal["auto", "table", "csv", "json", "html"]
@@ -31,7 +31,7 @@ class Options:
     """The arguments of `drumline predict`."""
 
     model: str
-    """A run folder, a checkpoint, or weights that Drumline wrote."""
+    """A run folder, a checkpoint, weights that Drumline wrote, or a file of `drumline export`."""
     images: tuple[str, ...]
     """Image files, folders, .tar archives, or - for an image on stdin."""
     top: Annotated[int, Range(1, 1000)] = 1
@@ -44,9 +44,10 @@ class Options:
     batch: Annotated[int, Range(1, 4096)] = 64
     """Images that the model computes at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on. `auto`: CUDA if there is a GPU."""
+    """Device to compute on. `auto`: CUDA if there is a GPU; the CPU for exported files."""
     trust: bool = False
-    """Run the code that builds the model, if it is your own (package.module:factory)."""
+    """Run the code that builds the model, if it is your own (package.module:factory), and load exported programs
+    (pt2, aoti, torchscript), which can run code too."""
 
 
 COMMAND = Command(
@@ -54,9 +55,10 @@ COMMAND = Command(
     usage="MODEL IMAGE... [options]",
     about="""
         Name the class of each image. MODEL is a run folder (its best weights), one of its
-        checkpoints, or weights that Drumline exported. IMAGE is an image file, a folder
-        (searched with its subfolders for .jpg, .jpeg, .png, .webp and other image files), an
-        uncompressed .tar archive, or - for one image on stdin.
+        checkpoints, weights that Drumline wrote, or a file of `drumline export`; exported
+        programs other than ONNX need --trust. IMAGE is an image file, a folder (searched with
+        its subfolders for .jpg, .jpeg, .png, .webp and other image files), an uncompressed
+        .tar archive, or - for one image on stdin.
 
         The model's record says how to prepare the images, so predictions agree with
         `drumline eval`: the same size, crop, resize, mean and standard deviation, and exactly
@@ -110,16 +112,19 @@ def main(argv: list[str]) -> int:
     return 1 if any(result.error for result in results) else 0
 
 
-def _load(options: Options) -> TrainedModel:
+def _load(options: Options) -> Classifier:
+    from drumline.inference.export.load import exported_format
     from drumline.inference.model import load_model
     from drumline.parallel.process_group import pick_device, resolve_device_type
 
-    device = pick_device(resolve_device_type(options.device, "device"), 0)
     try:
+        if options.device == "auto" and exported_format(Path(options.model)):
+            return load_model(options.model, trust=options.trust)
+        device = pick_device(resolve_device_type(options.device, "device"), 0)
         return load_model(options.model, device=device, trust=options.trust)
     except UserError as error:
         if error.code == "untrusted-code":
-            raise UserError(error.what, "if you trust that code, add --trust", error.code) from None
+            raise UserError(error.what, "if you trust it, add --trust", error.code) from None
         raise
 
 

@@ -11,127 +11,43 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from drumline.config.sources import names_code
 from drumline.core.errors import UserError
-from drumline.data.feed.batch import crop_decoded, crop_encoded
-from drumline.data.feed.transform import Geometry, Transform, resize_array
-from drumline.data.image.decode import decode, to_rgb
-from drumline.data.reading import read_whole
+from drumline.inference.classifier import Classifier, Picture
+from drumline.inference.export.load import ExportedModel, exported_format, load_exported
 from drumline.models.registry import create_model
-from drumline.state.model_record import ModelRecord
 from drumline.state.weights import load_weights, resolve_weights, weights_record
 from drumline.training.sets import Normalise
 
-Picture = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8]
-"""An image file, its bytes, a PIL image, or an array: height x width (grey) or height x width x channels (1 or 3) of
-uint8."""
-
 
 @dataclass(frozen=True)
-class Prediction:
-    """The most likely class."""
-
-    label: str
-    probability: float
-    index: int
-    """The model's output that stands for the class."""
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model in eval mode, with what it takes to use it."""
+class TrainedModel(Classifier):
+    """A PyTorch model in eval mode."""
 
     model: nn.Module
-    classes: tuple[str, ...]
-    """In the order of the model's outputs."""
-    record: ModelRecord
-
-    def predict(self, image: Picture) -> Prediction:
-        """The most likely class of an image."""
-        return self.best([self.pixels(image)])[0][0]
-
-    def best(self, pixels: Sequence[NDArray[np.uint8]], top: int = 1) -> list[tuple[Prediction, ...]]:
-        """The `top` most likely classes of each image, best first. `pixels` come from the method of that name."""
-        probabilities = self._probabilities(pixels)
-        found = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
-        return [
-            tuple(
-                Prediction(self.label(index), probability, index)
-                for probability, index in zip(*row, strict=True)
-            )
-            for row in zip(found.values.tolist(), found.indices.tolist(), strict=True)
-        ]
-
-    def label(self, index: int) -> str:
-        """The class of an output; its number if the data had fewer classes than the model has outputs."""
-        return self.classes[index] if index < len(self.classes) else str(index)
-
-    def probabilities(self, images: Sequence[Picture]) -> Tensor:
-        """The probability of each class for each image, on the CPU: (images, outputs)."""
-        return self._probabilities(self._all_pixels(images))
 
     @torch.inference_mode()
-    def _probabilities(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
-        logits: Tensor = self.model(self._input(pixels))
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.model(self.normalised(pixels))
         return logits.float().softmax(dim=1).cpu()
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """The model's input for pixels of its size."""
+        device = next(self.model.parameters()).device
+        normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
+        return normalise(pixels.to(device))
 
     def preprocess(self, images: Sequence[Picture]) -> Tensor:
         """The model's input: float, (images, 3, size, size), normalised, on the model's device."""
-        return self._input(self._all_pixels(images))
-
-    def _all_pixels(self, images: Sequence[Picture]) -> list[NDArray[np.uint8]]:
-        if isinstance(images, str | PathLike | bytes | Image.Image):
-            raise UserError("expected a list of images, not one image", "give [image]")
-        return [self.pixels(image) for image in images]
-
-    def _input(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
-        size, device = self.record.size, next(self.model.parameters()).device
-        normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
-        return normalise(torch.from_numpy(np.asarray(pixels, np.uint8).reshape(-1, size, size, 3)).to(device))
-
-    def pixels(self, image: Picture, name: str = "the image") -> NDArray[np.uint8]:
-        """An image as evaluation shows it to the model, before it is normalised: (size, size, 3). `name` is what an
-        error calls an image that is not a file."""
-        transform = self.transform
-
-        def geometry(sizes: NDArray[np.int32]) -> Geometry:
-            return transform.geometry(0, 0, [0], sizes)
-
-        where = str(image) if isinstance(image, str | PathLike) else name
-        if isinstance(image, str | PathLike | bytes):
-            data = image if isinstance(image, bytes) else read_whole(image)
-            if self.record.fit == "crop":
-                return crop_encoded(data, where, transform, geometry)
-            array = np.asarray(decode(data, where, transform.exif))
-        else:
-            array = _array(image, transform, name)
-        if self.record.fit == "crop":
-            return crop_decoded(array, where, transform, geometry)
-        return resize_array(array[None], transform)[0]
-
-    @property
-    def transform(self) -> Transform:
-        """How evaluation transforms images, as the data path describes it."""
-        record = self.record
-        return Transform(
-            size=record.size,
-            augment="none",
-            eval_crop=record.eval_crop,
-            exif="apply" if record.exif == "apply" else "ignore",
-            resize=record.resize,  # type: ignore[arg-type]  # checked when the record was read
-            interpolation=record.interpolation,  # type: ignore[arg-type]
-        )
+        return self.normalised(self._stacked(self._all_pixels(images)))
 
 
 def load_model(
     path: str | PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
-) -> TrainedModel:
+) -> TrainedModel | ExportedModel:
     """Loads a trained model, ready to predict.
 
     Example:
@@ -140,9 +56,10 @@ def load_model(
         print(model.predict("cat.jpg").label)
 
     Args:
-        path: A run folder (its best weights), a checkpoint or a weights file that drumline wrote.
-        device: Where the model computes.
-        trust: Allows a model that the user's own code builds (`module:function`), which is imported and run.
+        path: A run folder (its best weights), a checkpoint, weights, or a file that `drumline export` wrote.
+        device: Where the model computes. Exported files compute on the CPU.
+        trust: Allows what can run code: a model that the user's own code builds (`module:function`), and an exported
+            program (pt2, aoti, torchscript).
 
     Returns:
         The model in eval mode, with its class names and its image preprocessing.
@@ -150,6 +67,17 @@ def load_model(
     Raises:
         UserError: There are no such weights, or they have no record of their model.
     """
+    if kind := exported_format(Path(path)):
+        if torch.device(device).type != "cpu":
+            raise UserError(f"{path} is an exported file, which computes on the CPU", "use device cpu")
+        return load_exported(Path(path), kind, trust)
+    return load_trained(path, device=device, trust=trust)
+
+
+def load_trained(
+    path: str | PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
+) -> TrainedModel:
+    """The same for a run, a checkpoint or weights: the model is a PyTorch module."""
     file = resolve_weights(Path(path))
     record = weights_record(file)
     if record is None:
@@ -165,20 +93,4 @@ def load_model(
         )
     model = create_model(record.model, classes=record.outputs)
     load_weights(model, file)
-    return TrainedModel(model.eval().to(device), record.classes.names, record)
-
-
-def _array(image: Image.Image | NDArray[np.uint8], transform: Transform, name: str) -> NDArray[np.uint8]:
-    """Decoded pixels, height x width x 3."""
-    if isinstance(image, Image.Image):
-        turned = ImageOps.exif_transpose(image) if transform.exif == "apply" else image
-        return np.asarray(to_rgb(turned, name))
-    array = np.asarray(image)
-    if array.ndim == 2:
-        array = array[:, :, None]
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
-        raise UserError(
-            f"{name} is an array of {array.dtype} with shape {array.shape}",
-            "give uint8 with the shape (height, width), (height, width, 1) or (height, width, 3)",
-        )
-    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
+    return TrainedModel(record, model.eval().to(device))

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_cores
+from drumline.inference.classifier import Classifier, Prediction
 from drumline.inference.images import ImageInput
-from drumline.inference.model import Prediction, TrainedModel
 
 Pixels = NDArray[np.uint8]
 
@@ -34,7 +34,7 @@ class PredictedImage:
 
 
 def predict_images(
-    model: TrainedModel, images: Iterable[ImageInput], top: int = 1, batch: int = 64
+    model: Classifier, images: Iterable[ImageInput], top: int = 1, batch: int = 64
 ) -> Iterator[PredictedImage]:
     """The `top` most likely classes of each image."""
     loaded = _load(model, images, ahead=2 * batch)
@@ -49,7 +49,7 @@ def predict_images(
 
 
 def _load(
-    model: TrainedModel, images: Iterable[ImageInput], ahead: int
+    model: Classifier, images: Iterable[ImageInput], ahead: int
 ) -> Iterator[tuple[ImageInput, Pixels | str]]:
     """The pixels of each image, or the error that reading it gave; `ahead` images are decoded in advance."""
 

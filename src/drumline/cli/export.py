@@ -1,0 +1,186 @@
+"""`drumline export`: a trained model as a file for other programs, verified against the original."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from drumline.cli.help import Command
+from drumline.config.arguments import read_options
+from drumline.config.limits import Range
+from drumline.core.errors import UserError
+from drumline.core.text import percent, print_result, printable
+
+AnyFormat = Literal["pt2", "onnx", "aoti", "torchscript", "safetensors"]
+FORMATS: dict[str, AnyFormat] = {
+    ".pt2": "pt2",
+    ".onnx": "onnx",
+    ".pt": "torchscript",
+    ".safetensors": "safetensors",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `drumline export`."""
+
+    model: str
+    """A run folder, a checkpoint, or weights that Drumline wrote."""
+    format: Literal["auto", "pt2", "onnx", "aoti", "torchscript", "safetensors"] = "auto"
+    """The format to write. `auto`: by the extension of `--out`, where .pt2 means pt2."""
+    out: str = ""
+    """The file to write. Default: the name of the run, in the current folder. An existing file is replaced once the
+    new one is verified."""
+    raw: bool = False
+    """Take float, normalised images (batch, 3, size, size) and give logits, instead of pixels and probabilities."""
+    weights: Literal["auto", "model", "average"] = "auto"
+    """`auto`: what `drumline predict` uses, a run's best weights, averaged if train.ema is on. `model`, `average`:
+    the trained or the averaged weights of the newest checkpoint."""
+    how: Literal["trace", "script"] = "trace"
+    """For torchscript: record one pass, or compile the source, which keeps branches."""
+    images: tuple[str, ...] = ()
+    """Verify on these images: files, folders or .tar archives, instead of the run's evaluation images."""
+    samples: Annotated[int, Range(1, 1 << 30)] | Literal["all"] = 512
+    """Verify on so many images, evenly spaced over all."""
+    trust: bool = False
+    """Run the code that builds the model, if it is your own (package.module:factory)."""
+
+
+COMMAND = Command(
+    name="export",
+    usage="MODEL --format FORMAT [--out FILE] [options]",
+    about="""
+        Write a trained model as a file for other programs. MODEL is a run folder (its best
+        weights), a checkpoint, or weights that Drumline exported. FORMAT is one of
+          onnx         ONNX Runtime, in any language
+          pt2          torch.export: PyTorch, without the code of the model
+          aoti         AOTInductor: compiled for this processor, for C++ and Python
+          torchscript  older C++ programs and mobile; deprecated by PyTorch
+          safetensors  weights only, with their record
+
+        The file takes uint8 pixels (batch, size, size, 3), RGB, for any batch, and gives
+        probabilities: normalisation and softmax are inside. Decoding and resizing are not; the
+        record in the file's metadata says how (size, crop, filter), and has the class names.
+        `drumline predict FILE` follows it.
+
+        Every file is verified before it gets its name: it is loaded back, and compared with
+        the model on the run's evaluation images, from the image files on, in batches of
+        several sizes. Pixels must be equal, no image may change its class, and logits may
+        differ by rounding only. If a file fails, the error names the cause where it can, and
+        nothing is written.
+
+        If stdout is not a terminal, the report is one line of JSON.
+
+        Exit code 0: written and verified. 2: an error, with a fix.
+    """,
+    options=Options,
+    examples="""
+  drumline export runs/photos --out photos.onnx
+  drumline export runs/photos --format aoti --out photos.pt2
+  drumline export runs/photos --format pt2 --samples all
+  drumline export best.safetensors --format onnx --images photos/val
+""",
+)
+
+
+def main(argv: list[str]) -> int:
+    options = read_options(argv, Options, "export")
+    kind = _format(options)
+
+    from drumline.inference.export.export import Request, run_export
+
+    report = run_export(
+        Request(
+            options.model,
+            kind,
+            options.out,
+            options.raw,
+            options.how,
+            options.weights,
+            options.images,
+            options.samples,
+            options.trust,
+        )
+    )
+    if sys.stdout.isatty():
+        print(report_text(options.model, report))
+    else:
+        print_result(report)
+    return 0
+
+
+def _format(options: Options) -> AnyFormat:
+    """The format that is asked for, by name or by the extension of `--out`."""
+    if options.format != "auto":
+        return options.format
+    ending = Path(options.out).suffix
+    if ending not in FORMATS:
+        raise UserError(
+            f"export needs a format{f', and {ending!r} names none' if options.out else ''}",
+            "add --format onnx, pt2, aoti, torchscript or safetensors",
+        )
+    return FORMATS[ending]
+
+
+def report_text(model: str, report: dict[str, Any]) -> str:
+    """The report as a table and a verdict."""
+    floor, apart = report["floor"], report["probability_difference"]
+    accuracy = report["accuracy"]
+    rows = [
+        ("", "model vs itself", "file vs model", "limit"),
+        (
+            "logits, largest",
+            _number(floor["logits"]),
+            _number(report["logit_difference"]),
+            _number(report["limit"]),
+        ),
+        ("probabilities, largest", _number(floor["probability_max"]), _number(apart["max"]), ""),
+        ("probabilities, mean", _number(floor["probability_mean"]), _number(apart["mean"]), ""),
+        ("same class", "", percent(report["top1_agreement"]), "100 %"),
+    ]
+    if accuracy:
+        rows.append(("accuracy", f"{accuracy['model']:.2%}", f"{accuracy['exported']:.2%}", ""))
+    for batch, times in report.get("latency", {}).items():
+        speed = times["model_ms"] / max(times["exported_ms"], 1e-9)
+        rows.append(
+            (
+                f"batch of {batch}",
+                f"{times['model_ms']:.1f} ms",
+                f"{times['exported_ms']:.1f} ms",
+                f"{speed:.2f}x as fast",
+            )
+        )
+    lines = [f"  {name:<24}{one:>16}{two:>16}  {three}".rstrip() for name, one, two, three in rows]
+    batches = ", ".join(map(str, report["batches"]))
+    lines.append(f"  pixels: equal; batches of {batches}: alike{_OTHER_SIZES[report['other_size']]}")
+    lines += [f"  note: {each}" for each in _notes(report)]
+    size = report["bytes"] / 1e6
+    head = f"verified on {report['images']:,} {printable(report['of'])}"
+    verdict = f"OK: {printable(report['file'])} ({size:.1f} MB) answers like {printable(model)}"
+    return "\n".join([head, *lines, verdict])
+
+
+_OTHER_SIZES = {
+    "": "",
+    "rejected": "; images of another size: rejected",
+    "works": "; images of another size: work too",
+    "differs": "; images of another size: wrong answers, so give it no others",
+    "unchecked": "; images of another size: not checked by this format, so give it no others",
+}
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    notes = list(report.get("notes", ()))
+    if report["unreadable"]:
+        notes.append(f"{report['unreadable']:,} images cannot be read and were left out")
+    if report.get("constants"):
+        notes.append(f"the trace holds constants of shapes: {', '.join(report['constants'])}")
+    if report["format"] == "torchscript":
+        notes.append("PyTorch has deprecated TorchScript; use pt2, onnx or aoti for new programs")
+    return notes
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"

@@ -1,0 +1,224 @@
+"""What a model does in one forward pass that no exported file can repeat, each with its line of source.
+
+Found by watching a real pass in eval mode: random numbers, of torch and of Python; layers in train mode and batch
+statistics; and Python values made of the input's data, which a trace turns into constants. A branch on a shape or on
+a Python value is none of these. Promises: the model is as before afterwards.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drumline.core.arithmetic import leave_no_trace
+
+Kind = Literal[
+    "train-mode",
+    "batch-statistics",
+    "torch-random",
+    "python-random",
+    "data-value",
+    "tensor-value",
+    "unwatched",
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a model does. `where` is `file:line`, or empty."""
+
+    kind: Kind
+    what: str
+    where: str = ""
+    code: str = ""
+    """The line of source."""
+
+    def __str__(self) -> str:
+        place = f"{self.where}: `{self.code}` " if self.code else f"{self.where}: " if self.where else ""
+        return f"{place}{self.what}"
+
+
+FIXES: dict[Kind, str] = {
+    "train-mode": "do not call train() in forward; eval mode must reach every layer",
+    "batch-statistics": "normalise by the running statistics in eval mode: do not call train() in forward, and keep "
+    "track_running_stats",
+    "torch-random": "draw random numbers only in training, such as F.dropout(x, training=self.training)",
+    "python-random": "draw random numbers only if self.training",
+    "data-value": "compute with tensors, such as torch.where(condition, a, b) or torch.cond; with --format "
+    "torchscript, --how script keeps the branch",
+    "unwatched": "",
+    "tensor-value": "keep the value as a Python number on the module, not as a tensor",
+}
+"""What to do about each kind."""
+
+
+def watch_forward(model: nn.Module, inputs: Tensor) -> list[Finding]:
+    """What the model does in a forward pass of `inputs`, each once, in the order of occurrence."""
+    found: dict[Finding, None] = {}
+    layers = {layer: name for name, layer in model.named_modules()}
+
+    def check_mode(layer: nn.Module, _: Any) -> None:
+        if layer.training and layer in layers:
+            name = layers[layer] or "the model"
+            found.setdefault(Finding("train-mode", f"{name} ({type(layer).__name__}) runs in train mode"))
+
+    hooks = [layer.register_forward_pre_hook(check_mode) for layer in layers]
+    try:
+        with leave_no_trace(model), torch.no_grad():
+            given = inputs.clone()
+            with _Ops(given, found) as ops, _Calls(ops):
+                model(given)
+            # A second pass: in the first one, libraries import what they need, and some of them draw names.
+            with _python_random(found):
+                model(inputs.clone())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found)
+
+
+class _Ops(TorchDispatchMode):
+    """Follows what depends on the input from operator to operator."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, source: Tensor, found: dict[Finding, None]) -> None:
+        super().__init__()
+        self.found = found
+        self.kept: list[Tensor] = []  # alive, so that no storage's address is used twice
+        self.tainted = set[int]()
+        self.taint(source)
+
+    def taint(self, tensor: Tensor) -> None:
+        self.kept.append(tensor)
+        self.tainted.add(tensor.untyped_storage()._cdata)
+
+    def depends(self, values: Any) -> bool:
+        """Whether any of the tensors depends on the input."""
+        return any(each.untyped_storage()._cdata in self.tainted for each in _tensors(values))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = (args, kwargs or {})
+        depends, name = self.depends(values), getattr(op, "__name__", str(op)).partition(".")[0]
+        if name == "_local_scalar_dense":
+            self.value_taken(args[0])
+        elif torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) and _draws(name, args):
+            self.note("torch-random", "draws random numbers in eval mode")
+        elif "batch_norm" in name and _batch_statistics(op, args):
+            self.note("batch-statistics", "normalises by the statistics of the batch in eval mode")
+        result = op(*args, **(kwargs or {}))
+        if depends:
+            written = _tensors(values) if getattr(getattr(op, "_schema", None), "is_mutable", False) else []
+            for each in (*_tensors(result), *written):
+                self.taint(each)
+        return result
+
+    def value_taken(self, tensor: Tensor) -> None:
+        if self.depends(tensor):
+            self.note("data-value", "makes a Python value of the input's data")
+        else:
+            self.note("tensor-value", "makes a Python value of a tensor")
+
+    def note(self, kind: Kind, what: str) -> None:
+        where, code = _line(sys._getframe())
+        self.found.setdefault(Finding(kind, what, where, code))
+
+
+class _Calls(TorchFunctionMode):
+    """Finds tensors that become NumPy arrays, which no operator shows."""
+
+    def __init__(self, ops: _Ops) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(call, "__name__", "") in ("numpy", "__array__") and args:
+            self.ops.value_taken(args[0])
+        return call(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _python_random(found: dict[Finding, None]) -> Iterator[None]:
+    """Finds calls of Python's and NumPy's random generators and of the clock."""
+    modules = {"random", "numpy.random", "numpy.random.mtrand", "secrets", "time"}
+    files = {random.__file__}
+    states = random.getstate(), np.random.get_state(legacy=False)
+
+    def profile(frame: FrameType, event: str, value: Any) -> None:
+        owner = getattr(value, "__self__", None) if event == "c_call" else None
+        foreign = owner is not None and (
+            isinstance(owner, random.Random | np.random.RandomState | np.random.Generator)
+            or getattr(owner, "__name__", "") in modules
+        )
+        called = event == "call" and frame.f_code.co_filename in files
+        if not (foreign or called):
+            return
+        caller = frame if foreign else frame.f_back
+        if caller is not None and not is_library(caller.f_code.co_filename):
+            where, code = _line(caller)
+            what = "reads the clock" if getattr(owner, "__name__", "") == "time" else "draws from Python"
+            found.setdefault(Finding("python-random", f"{what} in forward", where, code))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    drawn = random.getstate() != states[0] or str(np.random.get_state(legacy=False)) != str(states[1])
+    if drawn and not any(each.kind == "python-random" for each in found):
+        found.setdefault(Finding("python-random", "forward draws from Python's or NumPy's random generator"))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _draws(name: str, args: Any) -> bool:
+    """Whether an operator that may draw random numbers does: the dropout of attention may be zero."""
+    return "attention" not in name or any(isinstance(each, float) and each > 0 for each in args)
+
+
+def _batch_statistics(op: Any, args: Any) -> bool:
+    """Whether a batch norm uses the statistics of the batch: by its argument, or for want of running ones."""
+    schema = getattr(op, "_schema", None)
+    names = [each.name for each in schema.arguments] if schema else []
+    for name in ("training", "train", "use_input_stats"):
+        if name in names and names.index(name) < len(args):
+            return bool(args[names.index(name)])
+    return "no_stats" in str(op) or ("legit" in str(op) and "running_mean" not in names)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is of torch or of Python's own library."""
+    own = file.startswith(_STANDARD) and "site-packages" not in file
+    return own or file.startswith(_SKIPPED[0])
+
+
+_STANDARD = sysconfig.get_path("stdlib")
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _line(frame: FrameType | None) -> tuple[str, str]:
+    """The innermost line outside torch and outside this package, as `file:line` and its source."""
+    while frame is not None and (frame.f_code.co_filename.startswith((*_SKIPPED, "<"))):
+        frame = frame.f_back
+    if frame is None:
+        return "", ""
+    file = Path(frame.f_code.co_filename)
+    return f"{file.name}:{frame.f_lineno}", linecache.getline(str(file), frame.f_lineno).strip()

@@ -1,0 +1,325 @@
+"""`drumline.export_model`: writes a trained model for other programs, and verifies the file before it gets its name.
+
+The order: load the original, measure its own noise, watch one pass for what no file can repeat, compile, write the
+file beside its final name, load it back as `drumline predict` does, compare it with the original on real images, add
+the evidence to its record, rename it. Promises: a failure leaves nothing under the final name and an existing file as
+it was.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import drumline
+from drumline.core.errors import UserError
+from drumline.core.files import check_output, write_file
+from drumline.core.progress import progress
+from drumline.inference.classifier import Classifier
+from drumline.inference.export import causes, verify
+from drumline.inference.export.behaviour import Finding, watch_forward
+from drumline.inference.export.graph import FromPixels
+from drumline.inference.export.load import load_exported
+from drumline.inference.export.record import (
+    MOST_ANSWERS,
+    Answers,
+    ExportRecord,
+    Format,
+    Takes,
+    pixels_digest,
+    record_text,
+    test_image,
+)
+from drumline.inference.export.samples import Samples, verification_samples
+from drumline.inference.export.write import ENDINGS, How, Program, check_needs, compile_program
+from drumline.inference.model import TrainedModel, load_trained
+from drumline.state.folder import run_of
+from drumline.state.weights import export_tensors
+
+AnyFormat = Format | Literal["safetensors"]
+Weights = Literal["auto", "model", "average"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export, and how."""
+
+    model: str
+    format: AnyFormat
+    out: str = ""
+    raw: bool = False
+    how: How = "trace"
+    weights: Weights = "auto"
+    images: tuple[str, ...] = ()
+    samples: int | Literal["all"] = 512
+    trust: bool = False
+
+
+def export_model(
+    model: str | PathLike[str],
+    format: AnyFormat,
+    out: str | PathLike[str] = "",
+    *,
+    raw: bool = False,
+    how: How = "trace",
+    weights: Weights = "auto",
+    images: Sequence[str] = (),
+    samples: int | Literal["all"] = 512,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Exports a trained model for other programs, verified against the original.
+
+    Example:
+
+        report = drumline.export_model("runs/photos", "onnx", "photos.onnx")
+        print(report["top1_agreement"], report["logit_difference"])
+
+    Args:
+        model: A run folder, a checkpoint or weights.
+        format: `pt2`, `onnx`, `aoti`, `torchscript` or `safetensors`.
+        out: The file to write; by default the name of the run in the current folder.
+        raw: Take normalised images and give logits, instead of pixels and probabilities.
+        how: `trace` or `script`, for torchscript.
+        weights: `average` or `model`: the averaged (`train.ema`) or the trained weights of the newest checkpoint.
+        images: Images to verify on, instead of the run's evaluation split.
+        samples: How many images to verify on, or `all`.
+        trust: Allows a model that the user's own code builds.
+
+    Returns:
+        The report as a dict: `file`, `format`, `verdict`, and what was measured.
+
+    Raises:
+        UserError: The model cannot be exported, or the file does not answer like the original. The message names the
+            cause, and no file is written.
+    """
+    request = Request(str(model), format, str(out), raw, how, weights, tuple(images), samples, trust)
+    return run_export(request)
+
+
+def run_export(request: Request) -> dict[str, Any]:
+    """`export_model` for a request."""
+    out = output_file(request)
+    check_output("--out", out)
+    if request.format != "torchscript" and request.how != "trace":
+        raise UserError(
+            f"--how {request.how} has no effect with --format {request.format}", "use --format torchscript"
+        )
+    if request.format != "safetensors":
+        check_needs(request.format)
+    original = load_trained(weights_path(Path(request.model), request.weights), trust=request.trust)
+    samples = verification_samples(
+        Path(request.model), original.record.classes, request.images, request.samples, request.trust
+    )
+    # Beside the final name, so that renaming is atomic; under a name with its ending, which some writers require.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as folder:
+        staged = Path(folder, out.name)
+        found = (
+            _write_weights(original, samples, staged)
+            if request.format == "safetensors"
+            else _write_program(original, samples, staged, request, request.format)
+        )
+        size = staged.stat().st_size
+
+        def take(temporary: Path) -> None:
+            staged.replace(temporary)
+
+        write_file(out, take)
+    return {"file": str(out), "format": request.format, "bytes": size, "verdict": "ok"} | found
+
+
+def output_file(request: Request) -> Path:
+    """The file that is written: `--out`, or the name of the run or the weights in the current folder."""
+    ending = ENDINGS[request.format]
+    if request.out:
+        out = Path(request.out).expanduser().resolve()
+        if out.suffix != ending:
+            raise UserError(
+                f"--out {request.out}: a file of --format {request.format} ends in {ending}",
+                f"give {Path(request.out).with_suffix(ending)}",
+            )
+    else:
+        path = Path(request.model).absolute()
+        name = path.stem if path.is_file() else path.name
+        named = run_of(path) if path.exists() else None
+        out = Path.cwd() / f"{named.name if named else name}{ending}"
+    if out.exists() and Path(request.model).is_file() and out.samefile(request.model):
+        raise UserError(f"{out} is the model itself", "give a different file with --out")
+    return out
+
+
+def weights_path(path: Path, which: Weights) -> Path:
+    """The weights to export. `auto` is what `drumline predict` takes."""
+    if which == "auto":
+        return path
+    checkpoints = [path] if path.is_dir() and not (path / "checkpoints").is_dir() else []
+    if not checkpoints:
+        steps = [each for each in path.glob("checkpoints/step-*") if each.name[5:].isdigit()]
+        checkpoints = sorted(steps, key=lambda each: int(each.name[5:]))[-1:]
+    file = checkpoints[0] / f"{which}.safetensors" if checkpoints else path / which
+    if not file.is_file():
+        raise UserError(
+            f"--weights {which}: {path} has no checkpoint with {which}.safetensors",
+            "averaged weights exist only with train.ema"
+            if which == "average"
+            else "give a run or a checkpoint",
+        )
+    return file
+
+
+def _write_weights(original: TrainedModel, samples: Samples, staged: Path) -> dict[str, Any]:
+    """A safetensors file with the record of the model: no program, so nothing can differ but the tensors."""
+    export_tensors(original.model.state_dict(), staged, original.record)
+    floor = verify.measure_floor(original, verify.first_pixels(original, samples.samples))
+    loaded = load_trained(staged, trust=True)
+    found = verify.compare(original, loaded, samples.samples, floor)
+    if not found.alike:
+        raise causes.mismatch(found, original, loaded, verify.first_pixels(original, samples.samples), ())
+    return found.evidence(samples.of) | {"unreadable": found.broken}
+
+
+def _write_program(
+    original: TrainedModel, samples: Samples, staged: Path, request: Request, kind: Format
+) -> dict[str, Any]:
+    pixels = verify.first_pixels(original, samples.samples)
+    findings = _watched(original, pixels)
+    causes.reject_behaviour(findings, kind, request.how)
+    floor = _floor(original, pixels, findings)
+    takes: Takes = "normalised" if request.raw else "pixels"
+    module = (original.model if request.raw else FromPixels(original)).eval()
+    example = pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)]
+    example = original.normalised(example) if request.raw else example
+    for _ in progress([kind], f"compiling for {kind}", 1):
+        program = _compiled(kind, module, example, takes, request.how, findings)
+        record = exported_record(original, kind, takes, program.how)
+        _save(program, staged, record, kind)
+    exported = load_exported(staged, kind, trust=True, check=False)
+    warned = causes.source_lines(program.warned)
+    found = _compared(original, exported, samples, floor, pixels, warned)
+    found.other_size = verify.try_other_size(original, exported, found.limit)
+    for batch in verify.BATCHES[:2]:
+        found.latency[batch] = verify.latency(original, exported, pixels[torch.arange(batch) % len(pixels)])
+    evidence = found.evidence(samples.of)
+    before = exported.from_pixels(pixels)
+    del exported
+    program.save(staged, record_text(record.with_parity(evidence)))
+    final = load_exported(staged, kind, trust=True)
+    if not torch.equal(final.from_pixels(pixels), before):
+        raise UserError(
+            "the file answers differently after its record was written", "report this", "unstable-file"
+        )
+    timed = {str(batch): {"model_ms": a, "exported_ms": b} for batch, (a, b) in found.latency.items()}
+    notes = [each.what for each in findings if each.kind == "unwatched"]
+    more = {
+        "takes": takes,
+        "how": program.how,
+        "unreadable": found.broken,
+        "constants": warned,
+        "notes": notes,
+    }
+    return evidence | {"latency": timed} | more
+
+
+def _watched(original: TrainedModel, pixels: Tensor) -> list[Finding]:
+    inputs = original.normalised(pixels[:2])
+    try:
+        with torch.no_grad():
+            original.model(inputs)
+    except Exception as error:
+        raise causes.fails_alone(error, len(inputs)) from error
+    try:
+        return watch_forward(original.model, inputs)
+    except Exception as error:  # what torch cannot run while it is watched
+        return [Finding("unwatched", f"the model cannot be watched ({type(error).__name__}): only measured")]
+
+
+def _floor(original: TrainedModel, pixels: Tensor, findings: Sequence[Finding]) -> verify.Difference:
+    """The noise of the original, which must compute batches of every size and agree with itself."""
+    for batch in verify.BATCHES:
+        try:
+            found = verify.answers(original, pixels, batch)
+        except UserError:
+            raise
+        except Exception as error:
+            raise causes.fails_alone(error, batch) from error
+        if not found.isfinite().all():
+            raise UserError(
+                "the model gives NaN for evaluation images", "export a sound checkpoint", "not-finite"
+            )
+    floor = verify.measure_floor(original, pixels)
+    most = verify.UNSTABLE * verify.limit(verify.Difference(), verify.dtype_of(original))
+    if not floor.logits <= most:
+        shapes = _shape_lines("pt2", original.model, original.normalised(pixels[:2]))
+        raise causes.unstable(floor.logits, most, findings, shapes)
+    return floor
+
+
+def _compiled(
+    kind: Format,
+    module: torch.nn.Module,
+    example: Tensor,
+    takes: Takes,
+    how: How,
+    findings: Sequence[Finding],
+) -> Program:
+    try:
+        return compile_program(kind, module, example, takes, how)
+    except Exception as error:
+        raise causes.export_failed(error, kind, findings, _shape_lines(kind, module, example)) from error
+
+
+def _save(program: Program, staged: Path, record: ExportRecord, kind: Format) -> None:
+    """AOTInductor compiles when it saves."""
+    try:
+        program.save(staged, record_text(record))
+    except Exception as error:
+        raise causes.export_failed(error, kind, (), ()) from error
+
+
+def _shape_lines(kind: Format, module: torch.nn.Module, example: Tensor) -> list[str]:
+    """The lines that compute with a shape, which only a trace knows."""
+    if kind == "torchscript":
+        return []
+    try:
+        return causes.source_lines(compile_program("torchscript", module, example, "", "trace").warned)
+    except Exception:  # a help for the message only; the error that matters is already there
+        return []
+
+
+def exported_record(original: TrainedModel, kind: Format, takes: Takes, how: str) -> ExportRecord:
+    """The record of the file, without evidence."""
+    pixels = original.pixels(test_image())
+    best = original.from_pixels(torch.from_numpy(pixels)[None])[0].topk(
+        min(MOST_ANSWERS, original.record.outputs)
+    )
+    answers = Answers(
+        pixels_digest(pixels), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    )
+    return ExportRecord(
+        original.record, kind, takes, how, drumline.__version__, str(torch.__version__), answers
+    )
+
+
+def _compared(
+    original: TrainedModel,
+    exported: Classifier,
+    samples: Samples,
+    floor: verify.Difference,
+    pixels: Tensor,
+    warned: Sequence[str],
+) -> verify.Comparison:
+    try:
+        found = verify.compare(original, exported, samples.samples, floor)
+    except UserError:
+        raise
+    except Exception as error:
+        raise causes.wrong_answer(error, "images that the original can compute") from error
+    if not found.alike:
+        raise causes.mismatch(found, original, exported, pixels, warned)
+    return found

@@ -1,0 +1,241 @@
+"""Exported files, loaded to predict: which format a file has, its record, and the program inside.
+
+Promises: the format is recognised by content, and the record is read before anything of the file runs. A program that
+can run code when it is loaded (pt2, aoti, torchscript) is loaded only if it is trusted. After loading, the file must
+give the answers of the original to the record's test image, pixels and probabilities, on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import UserError
+from drumline.core.files import MAX_BYTES
+from drumline.inference.classifier import Classifier
+from drumline.inference.export.record import (
+    KEY,
+    ExportRecord,
+    Format,
+    pixels_digest,
+    read_record,
+    test_image,
+)
+from drumline.training.sets import Normalise
+
+Program = Callable[[Tensor], Tensor]
+ANSWER_TOLERANCE = 0.02
+"""Relative difference of a probability of the test image. Machines round differently; a wrong normalisation or wrong
+weights move it by far more."""
+TITLES: dict[Format, str] = {
+    "pt2": "torch.export program",
+    "onnx": "ONNX model",
+    "aoti": "AOTInductor package",
+    "torchscript": "TorchScript program",
+}
+
+
+@dataclass(frozen=True)
+class ExportedModel(Classifier):
+    """An exported file, ready to predict on the CPU."""
+
+    export: ExportRecord
+    program: Program
+
+    @torch.inference_mode()
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        if not len(pixels):
+            return torch.empty((0, self.record.outputs))
+        outputs = self.program(self.inputs(pixels))
+        if outputs.shape != (len(pixels), self.record.outputs):
+            raise UserError(
+                f"the exported file gives {tuple(outputs.shape)} for {len(pixels)} images of "
+                f"{self.record.outputs} outputs",
+                "export the model again",
+                "wrong-shape",
+            )
+        return outputs if self.export.takes == "pixels" else outputs.float().softmax(dim=1)
+
+    def inputs(self, pixels: Tensor) -> Tensor:
+        """What the program takes."""
+        if self.export.takes == "pixels":
+            return pixels
+        normalise = Normalise.build(self.record.mean, self.record.std, torch.device("cpu"), False)
+        return normalise(pixels)
+
+
+def exported_format(path: Path) -> Format | None:
+    """The format of an exported file, by its content; None for anything else, such as weights."""
+    if not path.is_file():
+        return None
+    if path.suffix == ".onnx":
+        return "onnx"
+    if not zipfile.is_zipfile(path):
+        return None
+    names = _names(path)
+    root = names[0].partition("/")[0] if names else ""
+    if f"{root}/archive_format" in names:
+        return "aoti" if any("/data/aotinductor/" in name for name in names) else "pt2"
+    scripted = f"{root}/constants.pkl" in names and any(name.startswith(f"{root}/code/") for name in names)
+    return "torchscript" if scripted else None
+
+
+def load_exported(path: Path, kind: Format, trust: bool = False, check: bool = True) -> ExportedModel:
+    """Loads a file that `drumline export` wrote. Without `check`, for the verification, which checks more."""
+    needs_trust = kind != "onnx"
+    record = read_record(_zip_record(path, kind), path, kind) if needs_trust else None
+    if needs_trust and not trust:
+        raise UserError(
+            f"{path} is a {TITLES[kind]}, which can run code when it is loaded",
+            "if you trust the file, call load_model(..., trust=True)",
+            "untrusted-code",
+        )
+    try:
+        with quiet():
+            if kind == "onnx":
+                program, text = _onnx(path)
+                record = read_record(text, path, kind)
+            else:
+                program = _LOADERS[kind](path)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{path} cannot be loaded: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            if str(error).strip()
+            else f"{path} cannot be loaded: {type(error).__name__}",
+            "the file may be damaged, or written by a different version: export it again",
+            "unreadable",
+        ) from error
+    assert record is not None
+    model = ExportedModel(record.model, record, program)
+    if check:
+        _check_answers(model, path)
+    return model
+
+
+def _check_answers(model: ExportedModel, path: Path) -> None:
+    """The file must see the test image as the original does, and answer alike."""
+    pixels, answers = model.pixels(test_image()), model.export.answers
+    if pixels_digest(pixels) != answers.pixels:
+        raise UserError(
+            f"{path}: the test image does not become the pixels that the original saw, so its preprocessing is wrong",
+            "export it again",
+            "wrong-pixels",
+        )
+    found = model.from_pixels(torch.from_numpy(pixels)[None])[0]
+    for index, wanted in answers.best:
+        here = float(found[index])
+        if not abs(here - wanted) <= ANSWER_TOLERANCE * wanted + 1e-5:
+            raise UserError(
+                f"{path} does not answer as when it was exported: the probability of {model.label(index)} for the "
+                f"test image is {here:.4g}, and was {wanted:.4g}",
+                f"export it again on this machine (it was written with torch {model.export.torch}, and here is "
+                f"{torch.__version__})",
+                "wrong-answers",
+            )
+
+
+def need(option: str, *packages: str) -> None:
+    """Raises an error that names the packages that are not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{option} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            f"pip install 'drumline[export]', or pip install {' '.join(missing)}",
+            "missing-package",
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings, log lines and dumps of graphs that torch's exporters write about themselves."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [each.level for each in loggers]
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for each in loggers:
+            each.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for each, level in zip(loggers, levels, strict=True):
+                each.setLevel(level)
+
+
+_LOGGERS = ("torch.onnx", "torch.export", "torch._export", "torch.fx", "torch._dynamo", "onnxscript")
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, OSError):
+        return []
+
+
+def _zip_record(path: Path, kind: Format) -> str | None:
+    """The text of the record in an archive, read without loading the program."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            ending = "wrapper_metadata.json" if kind == "aoti" else f"/extra/{KEY}"
+            name = next((each for each in archive.namelist() if each.endswith(ending)), None)
+            if name is None or archive.getinfo(name).file_size > MAX_BYTES:
+                return None
+            text = archive.read(name).decode()
+        found = json.loads(text).get(KEY) if kind == "aoti" else text
+        return found if isinstance(found, str) else None
+    except (zipfile.BadZipFile, OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: {error}", "copy or export it again", "unreadable") from error
+
+
+def _onnx(path: Path) -> tuple[Program, str | None]:
+    need("an ONNX model", "onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def program(inputs: Tensor) -> Tensor:
+        outputs: Any = session.run(None, {name: inputs.numpy()})[0]
+        return torch.from_numpy(outputs)
+
+    return program, session.get_modelmeta().custom_metadata_map.get(KEY)
+
+
+def _pt2(path: Path) -> Program:
+    program: Program = torch.export.load(path).module()
+    return program
+
+
+def _aoti(path: Path) -> Program:
+    import torch._inductor
+
+    return torch._inductor.aoti_load_package(str(path))
+
+
+def _torchscript(path: Path) -> Program:
+    program: Program = torch.jit.load(str(path), map_location="cpu").eval()
+    return program
+
+
+_LOADERS: dict[Format, Callable[[Path], Program]] = {
+    "pt2": _pt2,
+    "aoti": _aoti,
+    "torchscript": _torchscript,
+}

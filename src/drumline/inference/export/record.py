@@ -1,0 +1,151 @@
+"""The record inside an exported file: model, classes, preprocessing, and the evidence that the file answers alike.
+
+The record is JSON with its own checksum, under the key `drumline` in the file's metadata. Promises: every field that
+is read is checked for type and range; a record that was changed after the export is rejected. `answers` are those of
+the original to one fixed image, so that loading the file can check that it still gives them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline.core.errors import UserError
+from drumline.core.files import CorruptError, NewerFormat, parse_sealed, sealed_text
+from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, record_of
+
+__all__ = ["KEY", "Answers", "ExportRecord", "Format", "Takes", "read_record", "record_text", "test_image"]
+
+Format = Literal["pt2", "onnx", "aoti", "torchscript"]
+"""The formats that hold a program. Weights alone, in a safetensors file, have the record of the model only."""
+Takes = Literal["pixels", "normalised"]
+FORMAT = 1
+"""Version of the record. A reader rejects newer ones."""
+MOST_ANSWERS = 8
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the original makes of `test_image`."""
+
+    pixels: str
+    """SHA-256 of the pixels that its preprocessing gives."""
+    best: tuple[tuple[int, float], ...]
+    """The most likely outputs, with their probabilities."""
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """What an exported file says about itself."""
+
+    model: ModelRecord
+    format: Format
+    takes: Takes
+    """`pixels`: uint8 (batch, size, size, 3), RGB, and the result are probabilities. `normalised`: float32 (batch, 3,
+    size, size), and the result are logits."""
+    how: str
+    """How the program was obtained, such as `trace`."""
+    drumline: str
+    torch: str
+    answers: Answers
+    parity: dict[str, Any] = field(default_factory=dict)
+    """The evidence, as the verification reported it."""
+
+    def with_parity(self, parity: dict[str, Any]) -> ExportRecord:
+        return replace(self, parity=parity)
+
+
+def record_text(record: ExportRecord) -> str:
+    """The record as the text that goes into a file's metadata."""
+    gives = "probabilities" if record.takes == "pixels" else "logits"
+    size = record.model.size
+    shape = ["batch", size, size, 3] if record.takes == "pixels" else ["batch", 3, size, size]
+    export = {
+        "format": record.format,
+        "how": record.how,
+        "takes": record.takes,
+        "input": {
+            "dtype": "uint8" if record.takes == "pixels" else "float32",
+            "shape": shape,
+            "colour": "RGB",
+        },
+        "output": {"name": gives, "dtype": "float32", "shape": ["batch", record.model.outputs]},
+        "drumline": record.drumline,
+        "torch": record.torch,
+        "answers": {"pixels": record.answers.pixels, "best": [list(each) for each in record.answers.best]},
+        "parity": record.parity,
+    }
+    return sealed_text({"format": FORMAT, ENVIRONMENT: record.model.as_json(), "export": export})
+
+
+def read_record(text: str | None, file: Path, kind: Format) -> ExportRecord:
+    """The record in the metadata of an exported file."""
+    again = "export it again with drumline export"
+    if text is None:
+        raise UserError(
+            f"{file} has no record of drumline: its classes, its image size and its preprocessing are unknown",
+            "give a file that drumline export wrote; run other files with the library that wrote them",
+            "no-record",
+        )
+    try:
+        content = parse_sealed(text.encode(), file, FORMAT)
+        model, export = record_of(content), content.get("export")
+        if model is None or not isinstance(export, dict):
+            raise ValueError(f"the record has no {'model' if model is None else 'export'}")
+        return _checked(model, export, kind)
+    except NewerFormat as error:
+        raise UserError(str(error), "install a newer drumline, or export it again", "newer-format") from None
+    except CorruptError as error:
+        what = str(error).removeprefix(f"{file}: ")
+        raise UserError(f"{file}: the record was changed or damaged ({what})", again, "bad-record") from None
+    except ValueError as error:
+        raise UserError(f"{file}: {error}", again, "bad-record") from None
+
+
+def test_image() -> NDArray[np.uint8]:
+    """An image that every program can make again: coarse and fine structure in whole numbers, and not square."""
+    y, x = np.mgrid[:179, :263]
+    channels = [(x * (3 + c) + y * (7 - c)) // 5 ^ (x * y // (29 + 11 * c)) for c in range(3)]
+    return np.ascontiguousarray((np.stack(channels, axis=2) & 255).astype(np.uint8))
+
+
+def pixels_digest(pixels: NDArray[np.uint8]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
+
+
+def _checked(model: ModelRecord, export: dict[str, Any], kind: Format) -> ExportRecord:
+    answers = export.get("answers")
+    checks = {
+        "format": export.get("format") == kind,
+        "takes": export.get("takes") in get_args(Takes),
+        "how": isinstance(export.get("how"), str),
+        "drumline": isinstance(export.get("drumline"), str),
+        "torch": isinstance(export.get("torch"), str),
+        "parity": isinstance(export.get("parity"), dict),
+        "answers": isinstance(answers, dict)
+        and isinstance(answers.get("pixels"), str)
+        and _are_answers(answers.get("best"), model.outputs),
+    }
+    for name, valid in checks.items():
+        if not valid:
+            raise ValueError(f"the record's {name} = {str(export.get(name))[:40]!r} is not valid")
+    assert isinstance(answers, dict)
+    best = tuple((index, float(probability)) for index, probability in answers["best"])
+    known = {name: export[name] for name in ("format", "takes", "how", "drumline", "torch", "parity")}
+    return ExportRecord(model, answers=Answers(answers["pixels"], best), **known)
+
+
+def _are_answers(best: Any, outputs: int) -> bool:
+    return (
+        isinstance(best, list)
+        and 0 < len(best) <= MOST_ANSWERS
+        and all(isinstance(each, list) and len(each) == 2 for each in best)
+        and all(type(index) is int and 0 <= index < outputs for index, _ in best)
+        and all(type(value) in (int, float) and math.isfinite(value) for _, value in best)
+    )
