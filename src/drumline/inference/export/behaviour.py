@@ -154,35 +154,54 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def _python_random(found: dict[Finding, None]) -> Iterator[None]:
-    """Finds calls of Python's and NumPy's random generators and of the clock."""
-    modules = {"random", "numpy.random", "numpy.random.mtrand", "secrets", "time"}
-    files = {random.__file__}
-    states = random.getstate(), np.random.get_state(legacy=False)
+    """Finds calls of Python's random generators and of the clock, and lines after which a global generator, of Python
+    or NumPy, has moved on. NumPy's own calls are invisible to a profiler."""
+    state = _generators()
+
+    def note(what: str, frame: FrameType, line: int) -> None:
+        where, code = _source(frame, line)
+        found.setdefault(Finding("python-random", what, where, code))
 
     def profile(frame: FrameType, event: str, value: Any) -> None:
         owner = getattr(value, "__self__", None) if event == "c_call" else None
-        foreign = owner is not None and (
-            isinstance(owner, random.Random | np.random.RandomState | np.random.Generator)
-            or getattr(owner, "__name__", "") in modules
-        )
-        called = event == "call" and frame.f_code.co_filename in files
-        if not (foreign or called):
+        called = event == "call" and frame.f_code.co_filename == random.__file__
+        caller = frame.f_back if called else frame
+        if caller is None or is_library(caller.f_code.co_filename):
             return
-        caller = frame if foreign else frame.f_back
-        if caller is not None and not is_library(caller.f_code.co_filename):
-            where, code = _line(caller)
-            what = "reads the clock" if getattr(owner, "__name__", "") == "time" else "draws from Python"
-            found.setdefault(Finding("python-random", f"{what} in forward", where, code))
+        if called or isinstance(owner, random.Random):
+            note("draws random numbers of Python", caller, caller.f_lineno)
+        elif getattr(owner, "__name__", "") == "time":
+            note("reads the clock", caller, caller.f_lineno)
 
-    before = sys.getprofile()
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
+        if is_library(frame.f_code.co_filename):
+            return None
+        last = frame.f_lineno
+
+        def step(frame: FrameType, event: str, value: Any) -> Any:
+            nonlocal state, last
+            if (now := _generators()) != state:
+                state = now
+                note("draws random numbers of Python", frame, last)
+            last = frame.f_lineno
+            return step
+
+        return step
+
+    before = sys.getprofile(), sys.gettrace()
     sys.setprofile(profile)
+    sys.settrace(trace)
     try:
         yield
     finally:
-        sys.setprofile(before)
-    drawn = random.getstate() != states[0] or str(np.random.get_state(legacy=False)) != str(states[1])
-    if drawn and not any(each.kind == "python-random" for each in found):
-        found.setdefault(Finding("python-random", "forward draws from Python's or NumPy's random generator"))
+        sys.setprofile(before[0])
+        sys.settrace(before[1])
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the global generators of Python and NumPy."""
+    numpy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), numpy["pos"], numpy["key"].tobytes()
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -218,7 +237,9 @@ def _line(frame: FrameType | None) -> tuple[str, str]:
     """The innermost line outside torch and outside this package, as `file:line` and its source."""
     while frame is not None and (frame.f_code.co_filename.startswith((*_SKIPPED, "<"))):
         frame = frame.f_back
-    if frame is None:
-        return "", ""
+    return _source(frame, frame.f_lineno) if frame is not None else ("", "")
+
+
+def _source(frame: FrameType, line: int) -> tuple[str, str]:
     file = Path(frame.f_code.co_filename)
-    return f"{file.name}:{frame.f_lineno}", linecache.getline(str(file), frame.f_lineno).strip()
+    return f"{file.name}:{line}", linecache.getline(str(file), line).strip()

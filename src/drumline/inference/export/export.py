@@ -33,9 +33,9 @@ from drumline.inference.export.record import (
     ExportRecord,
     Format,
     Takes,
+    fixed_image,
     pixels_digest,
     record_text,
-    test_image,
 )
 from drumline.inference.export.samples import Samples, verification_samples
 from drumline.inference.export.write import ENDINGS, How, Program, check_needs, compile_program
@@ -294,7 +294,7 @@ def _shape_lines(kind: Format, module: torch.nn.Module, example: Tensor) -> list
 
 def exported_record(original: TrainedModel, kind: Format, takes: Takes, how: str) -> ExportRecord:
     """The record of the file, without evidence."""
-    pixels = original.pixels(test_image())
+    pixels = original.pixels(fixed_image())
     best = original.from_pixels(torch.from_numpy(pixels)[None])[0].topk(
         min(MOST_ANSWERS, original.record.outputs)
     )

@@ -1,9 +1,8 @@
 """The module that is exported: the trained model with its preprocessing in front and the softmax behind it.
 
-Promises: from pixels, it computes what `TrainedModel.from_pixels` computes, with the same operations.
+Promises: from pixels, it computes what `TrainedModel.from_pixels` computes, with the same operations. Annotations are
+not postponed here: TorchScript reads them.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor, nn

@@ -29,9 +29,9 @@ from drumline.inference.export.record import (
     KEY,
     ExportRecord,
     Format,
+    fixed_image,
     pixels_digest,
     read_record,
-    test_image,
 )
 from drumline.training.sets import Normalise
 
@@ -128,7 +128,7 @@ def load_exported(path: Path, kind: Format, trust: bool = False, check: bool = T
 
 def _check_answers(model: ExportedModel, path: Path) -> None:
     """The file must see the test image as the original does, and answer alike."""
-    pixels, answers = model.pixels(test_image()), model.export.answers
+    pixels, answers = model.pixels(fixed_image()), model.export.answers
     if pixels_digest(pixels) != answers.pixels:
         raise UserError(
             f"{path}: the test image does not become the pixels that the original saw, so its preprocessing is wrong",

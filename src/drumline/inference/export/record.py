@@ -20,7 +20,7 @@ from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, NewerFormat, parse_sealed, sealed_text
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, record_of
 
-__all__ = ["KEY", "Answers", "ExportRecord", "Format", "Takes", "read_record", "record_text", "test_image"]
+__all__ = ["KEY", "Answers", "ExportRecord", "Format", "Takes", "fixed_image", "read_record", "record_text"]
 
 Format = Literal["pt2", "onnx", "aoti", "torchscript"]
 """The formats that hold a program. Weights alone, in a safetensors file, have the record of the model only."""
@@ -32,7 +32,7 @@ MOST_ANSWERS = 8
 
 @dataclass(frozen=True)
 class Answers:
-    """What the original makes of `test_image`."""
+    """What the original makes of `fixed_image`."""
 
     pixels: str
     """SHA-256 of the pixels that its preprocessing gives."""
@@ -108,7 +108,7 @@ def read_record(text: str | None, file: Path, kind: Format) -> ExportRecord:
         raise UserError(f"{file}: {error}", again, "bad-record") from None
 
 
-def test_image() -> NDArray[np.uint8]:
+def fixed_image() -> NDArray[np.uint8]:
     """An image that every program can make again: coarse and fine structure in whole numbers, and not square."""
     y, x = np.mgrid[:179, :263]
     channels = [(x * (3 + c) + y * (7 - c)) // 5 ^ (x * y // (29 + 11 * c)) for c in range(3)]

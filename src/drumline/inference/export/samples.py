@@ -73,7 +73,7 @@ def verification_samples(
             f"the evaluation images of {run} cannot be opened, so the export cannot be verified: {what}",
             f"restore them, or {GIVE}",
         ) from error
-    return Samples(_some(_listed(dataset, classes), most), f"evaluation images of {run}")
+    return Samples(_some(_listed(dataset, classes), most), f"evaluation images of {run.name}")
 
 
 def _evaluation_set(recipe: Recipe) -> Dataset:
