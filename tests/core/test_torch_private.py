@@ -147,6 +147,32 @@ def _storage() -> bool:
     return own == view != other
 
 
+def _dispatch() -> bool:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append((op.__name__, op._schema.is_mutable))
+            return op(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.zeros(2).add_(1).max().item()
+    return [name.partition(".")[0] for name, _ in seen[1:]] == [
+        "add_",
+        "max",
+        "_local_scalar_dense",
+    ] and seen[1][1]
+
+
+def _aoti() -> bool:
+    """Compiling costs seconds, so only the names are checked; `tests/inference/export/test_cpp.py` uses them."""
+    import torch._inductor
+
+    return callable(torch._inductor.aoti_compile_and_package) and callable(torch._inductor.aoti_load_package)
+
+
 PRIVATE: dict[str, tuple[str, Callable[[], bool]]] = {
     "_foreach_*": (
         "one kernel for many tensors; torch.optim is built on them, and no public name exists",
@@ -174,6 +200,9 @@ PRIVATE: dict[str, tuple[str, Callable[[], bool]]] = {
     "_schedulers": ("the schedulers inside another", _schedulers),
     "_get_default_store": ("the store of a script's own process group", _default_store),
     "_cdata": ("a number that identifies a storage; data_ptr() is 0 for a fake tensor", _storage),
+    "torch.utils._python_dispatch": ("following the input of a model from operator to operator", _dispatch),
+    "_schema": ("whether an operator writes into its arguments, and where its flags are", _dispatch),
+    "_inductor": ("AOTInductor, which is public in spite of its name", _aoti),
     "_ConvNd": (
         "the common base of the convolutions",
         lambda: issubclass(nn.Conv2d, nn.modules.conv._ConvNd),

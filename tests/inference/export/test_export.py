@@ -32,7 +32,13 @@ from tests.inference.test_model import PHOTOS
 
 NETS = "tests.inference.export.nets"
 IMAGES = sorted(str(path) for path in (PHOTOS / "val").rglob("*.jpg"))
-ENDINGS = {"onnx": ".onnx", "pt2": ".pt2", "torchscript": ".pt", "safetensors": ".safetensors"}
+ENDINGS = {
+    "onnx": ".onnx",
+    "pt2": ".pt2",
+    "aoti": ".pt2",
+    "torchscript": ".pt",
+    "safetensors": ".safetensors",
+}
 
 
 @pytest.fixture(autouse=True)

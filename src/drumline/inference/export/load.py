@@ -39,6 +39,8 @@ Program = Callable[[Tensor], Tensor]
 ANSWER_TOLERANCE = 0.02
 """Relative difference of a probability of the test image. Machines round differently; a wrong normalisation or wrong
 weights move it by far more."""
+AOTI_METADATA = "_metadata.json"
+"""Ending of the files in an AOTInductor package that have its metadata."""
 TITLES: dict[Format, str] = {
     "pt2": "torch.export program",
     "onnx": "ONNX model",
@@ -190,7 +192,7 @@ def _zip_record(path: Path, kind: Format) -> str | None:
     """The text of the record in an archive, read without loading the program."""
     try:
         with zipfile.ZipFile(path) as archive:
-            ending = "wrapper_metadata.json" if kind == "aoti" else f"/extra/{KEY}"
+            ending = AOTI_METADATA if kind == "aoti" else f"/extra/{KEY}"
             name = next((each for each in archive.namelist() if each.endswith(ending)), None)
             if name is None or archive.getinfo(name).file_size > MAX_BYTES:
                 return None

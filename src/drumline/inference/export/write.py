@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from drumline.inference.export.load import need, quiet
+from drumline.inference.export.load import AOTI_METADATA, need, quiet
 from drumline.inference.export.record import KEY, Format
 
 How = Literal["trace", "script"]
@@ -95,7 +95,9 @@ def _set_aoti_record(file: Path, record: str) -> None:
         members = {info: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for info, content in members.items():
-            if info.filename.endswith("wrapper_metadata.json"):
+            if info.filename.endswith(
+                AOTI_METADATA
+            ):  # several; which one a loader reads depends on their order
                 content = json.dumps(json.loads(content) | {KEY: record}).encode()
             archive.writestr(info.filename, content)
 

@@ -1,0 +1,102 @@
+// classify MODEL.pt2 IMAGE.jpg...
+//
+// Prints the class of each JPEG and its probability, by a file of `drumline export --format aoti`. Class names and
+// preprocessing come from the record in the file; pixels are those of `drumline predict`.
+
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+
+#include "json.h"
+
+extern "C" {
+#include "drumline.h"
+}
+
+// How evaluation prepares an image.
+struct Preprocessing {
+    int size, filter;
+    bool pillow13, crop, turn;
+    double eval_crop;
+
+    explicit Preprocessing(const Json &model) {
+        size = static_cast<int>(model["size"].number);
+        eval_crop = model["eval_crop"].number;
+        pillow13 = model["resize"].text == "pillow13";
+        crop = model["fit"].text == "crop";
+        turn = model["exif"].text == "apply";
+        const std::map<std::string, int> filters = {
+            {"box", BOX}, {"bilinear", BILINEAR}, {"bicubic", BICUBIC}, {"lanczos", LANCZOS}};
+        filter = filters.at(model["interpolation"].text);
+    }
+
+    // The whole image, resized to a short side of size / eval_crop, and the centre of that.
+    std::vector<int32_t> geometry(int32_t wide, int32_t high) const {
+        int64_t width = size, height = size;
+        if (crop) {
+            int64_t side = static_cast<int64_t>(std::floor(size / eval_crop));
+            width = wide <= high ? side : side * wide / high;
+            height = wide <= high ? side * high / wide : side;
+        }
+        auto centre = [this](int64_t side) { return static_cast<int32_t>(std::nearbyint((side - size) / 2.0)); };
+        return {0, 0, wide, high, static_cast<int32_t>(width), static_cast<int32_t>(height), centre(width),
+                centre(height), 0};
+    }
+
+    // The pixels of a JPEG: uint8, (1, size, size, 3).
+    at::Tensor pixels(const std::string &path) const {
+        std::ifstream file(path, std::ios::binary);
+        std::vector<uint8_t> data{std::istreambuf_iterator<char>(file), {}};
+        if (!file) throw std::runtime_error("cannot be read");
+        int32_t stored[STORED];
+        if (!jpeg_size(data.data(), data.size(), stored)) throw std::runtime_error("is not a JPEG that this program reads");
+        if (turn && stored[2]) throw std::runtime_error("may be turned by its EXIF data, which this program does not do");
+        auto pixels = at::empty({1, size, size, 3}, at::kByte);
+        Scratch scratch = {};
+        int status = jpeg_window(data.data(), data.size(), stored[0], stored[1], geometry(stored[0], stored[1]).data(),
+                                 size, filter, pillow13, pixels.data_ptr<uint8_t>(), &scratch);
+        scratch_free(&scratch);
+        if (status != DONE) throw std::runtime_error("is an unusual or damaged JPEG, which only drumline predict reads");
+        return pixels;
+    }
+};
+
+int main(int count, char **arguments) {
+    if (count < 3) {
+        std::cerr << "usage: classify MODEL.pt2 IMAGE.jpg...\n";
+        return 2;
+    }
+    int failed = 0;
+    try {
+        c10::InferenceMode inference;
+        torch::inductor::AOTIModelPackageLoader loader(arguments[1]);
+        auto metadata = loader.get_metadata();
+        if (!metadata.count("drumline")) throw std::runtime_error("has no record of drumline");
+        const Json record = Json::parse(metadata["drumline"]);
+        const Json &model = record["model"];
+        if (record["export"]["takes"].text != "pixels") throw std::runtime_error("was exported with --raw");
+        const Preprocessing preprocessing(model);
+        for (int i = 2; i < count; i++) {
+            try {
+                at::Tensor best, index;
+                std::tie(best, index) = loader.run({preprocessing.pixels(arguments[i])})[0].max(1);
+                size_t number = static_cast<size_t>(index.item<int64_t>());
+                const auto &classes = model["classes"].list; // a count where the classes have no names
+                std::string label = number < classes.size() ? classes[number].text : std::to_string(number);
+                std::printf("%s\t%s\t%.6f\n", arguments[i], label.c_str(), best.item<float>());
+            } catch (const std::exception &error) {
+                std::cerr << arguments[i] << ": " << error.what() << "\n";
+                failed = 1;
+            }
+        }
+    } catch (const std::exception &error) {
+        std::cerr << arguments[1] << ": " << error.what() << "\n";
+        return 2;
+    }
+    return failed;
+}
