@@ -27,7 +27,7 @@ NAMES = {
         "create_model",
         "distill",
         "evaluate",
-    "export_model",
+        "export_model",
     ),
     *("guard", "load_model", "open_feed", "resize", "train"),
 }

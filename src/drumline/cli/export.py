@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from drumline.cli.help import Command
+from drumline.cli.predict import trust_by_option
 from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.core.errors import UserError
@@ -91,19 +92,20 @@ def main(argv: list[str]) -> int:
 
     from drumline.inference.export.export import Request, run_export
 
-    report = run_export(
-        Request(
-            options.model,
-            kind,
-            options.out,
-            options.raw,
-            options.how,
-            options.weights,
-            options.images,
-            options.samples,
-            options.trust,
+    with trust_by_option():
+        report = run_export(
+            Request(
+                options.model,
+                kind,
+                options.out,
+                options.raw,
+                options.how,
+                options.weights,
+                options.images,
+                options.samples,
+                options.trust,
+            )
         )
-    )
     if sys.stdout.isatty():
         print(report_text(options.model, report))
     else:

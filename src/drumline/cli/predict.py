@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -117,11 +118,18 @@ def _load(options: Options) -> Classifier:
     from drumline.inference.model import load_model
     from drumline.parallel.process_group import pick_device, resolve_device_type
 
-    try:
+    with trust_by_option():
         if options.device == "auto" and exported_format(Path(options.model)):
             return load_model(options.model, trust=options.trust)
         device = pick_device(resolve_device_type(options.device, "device"), 0)
         return load_model(options.model, device=device, trust=options.trust)
+
+
+@contextmanager
+def trust_by_option() -> Iterator[None]:
+    """An error about code that is not trusted names the option, not the argument of the function."""
+    try:
+        yield
     except UserError as error:
         if error.code == "untrusted-code":
             raise UserError(error.what, "if you trust it, add --trust", error.code) from None

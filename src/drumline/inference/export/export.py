@@ -131,7 +131,7 @@ def run_export(request: Request) -> dict[str, Any]:
             staged.replace(temporary)
 
         write_file(out, take)
-    return {"file": str(out), "format": request.format, "bytes": size, "verdict": "ok"} | found
+    return {"file": request.out or out.name, "format": request.format, "bytes": size, "verdict": "ok"} | found
 
 
 def output_file(request: Request) -> Path:
