@@ -6,14 +6,15 @@ import re
 from dataclasses import dataclass
 
 from drumline.cli.help import Command
+from drumline.cli.repeat import RepeatOptions, dry_run, recipes
 from drumline.cli.train import COMMON, run, with_preset
-from drumline.config.arguments import RecipeOptions, read_recipe
+from drumline.config.arguments import read_recipe
 from drumline.config.fields import sections
 from drumline.core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Options(RecipeOptions):
+class Options(RepeatOptions):
     """The options of `drumline distill`."""
 
     presets: bool = False
@@ -54,14 +55,13 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{argv[0]} trains one network", f"use drumline train {argv[0]}")
     argv = with_preset(argv)
     invocation = read_recipe(argv, "distill", Options)
+    runs = recipes(invocation.recipe, invocation.options.repeat)
     if invocation.options.dry_run:
-        from drumline.cli.dry_run import show
-
-        return show(invocation, "distill")
+        return dry_run(invocation, runs, "distill")
 
     from drumline.distillation.selection import select_methods
     from drumline.distillation.teacher import check_teachers
 
     select_methods(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    return run(["distill", *argv], invocation.recipe, "distill")
+    return run(["distill", *argv], runs, "distill")

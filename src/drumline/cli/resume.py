@@ -40,6 +40,11 @@ def main(argv: list[str]) -> int:
     path, *others = argv
     for argument in others:
         name = argument.lstrip("-").partition("=")[0]
+        if name == "repeat":
+            raise UserError(
+                f"{argument}: resume continues one run",
+                "remove it; to continue with the other seeds, give the `drumline train ... --repeat` command again",
+            )
         if name in ("run.name", "run.dir", "checkpoint.resume"):
             raise UserError(
                 f"{argument}: resume continues the run in its own folder",

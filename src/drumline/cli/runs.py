@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import get_terminal_size
@@ -15,7 +15,7 @@ from drumline.config.fields import recipe_fields
 from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
 from drumline.core.text import duration, loss_text, print_result, printable
-from drumline.observe.runs import RunSummary, differences, find_runs
+from drumline.observe.runs import RunSummary, differences, find_runs, repeats, spread
 from drumline.training.metrics import METRICS
 
 
@@ -34,7 +34,8 @@ COMMAND = Command(
         List runs with what they reached and how they differ, in the order of their start.
         FOLDER contains run folders, or is one; the default is `runs`. `settings` has the
         fields of the recipe that are not the same in all listed runs. `best` is the best
-        evaluation by the run's own metric (checkpoint.best).
+        evaluation by the run's own metric (checkpoint.best). For finished runs that differ only
+        in run.seed (`drumline train --repeat 5`), the mean and the standard deviation follow.
 
         A run is running, finished, stopped (it has saved and can be resumed), failed (its
         log.txt says why) or killed (`drumline resume RUN` resumes it).
@@ -49,6 +50,7 @@ COMMAND = Command(
 )
 DEFAULT = "runs"
 """The folder that `run.dir` means by default."""
+_LABELS = {metric.name: metric.label for metric in METRICS}
 _HEADER = ("run", "state", "epoch", "top-1", "best", "loss", "time", "settings")
 
 
@@ -63,7 +65,11 @@ def main(argv: list[str]) -> int:
             f"{' and '.join(map(str, folders))} has no runs", "give a folder that contains run folders"
         )
     varied = differences(runs)
-    for line in table(runs, varied, get_terminal_size().columns if sys.stdout.isatty() else 1 << 16):
+    width = get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
+    for line in (
+        *table(runs, varied, width),
+        *(line for group in repeats(runs) for line in repeat_lines(group)),
+    ):
         print(line)
     print_result([{**asdict(run), "settings": own} for run, own in zip(runs, varied, strict=True)])
     return 0
@@ -85,6 +91,24 @@ def table(runs: Sequence[RunSummary], varied: Sequence[Mapping[str, Any]], width
         )
         lines += _wrapped(left, row[-1], width)
     return lines
+
+
+def repeat_lines(runs: Sequence[RunSummary]) -> list[str]:
+    """How the results of runs that differ in their seed vary: at the end, and in the best evaluation."""
+    metric, ended = runs[0].best_metric, [run for run in runs if run.state == "finished"]
+    lines = []
+    for what, values, text in (
+        ("top-1 at the end", [run.top1 for run in ended], "{:.2%}".format),
+        (f"best {_LABELS.get(metric, metric)}", [run.best_value for run in ended], _text_of(metric)),
+    ):
+        if found := spread(values):
+            lines.append(
+                f"{what} {text(found.mean)} ± {text(found.std)} ({text(found.min)} to {text(found.max)})"
+            )
+    if not lines:
+        return []
+    names = f"{printable(ended[0].path)} and {len(ended) - 1} more that differ in run.seed"
+    return ["", f"{names}: mean ± standard deviation", *(f"  {line}" for line in lines)]
 
 
 _SPARE = ("time", "loss", "top-1", "epoch")
@@ -134,10 +158,14 @@ def _best(run: RunSummary) -> str:
     """The value of the run's metric in its best evaluation, and the epoch; the metric too unless it is top-1."""
     if run.best_value is None or run.best_epoch is None:
         return "-"
-    metric = next((metric for metric in METRICS if metric.name == run.best_metric), None)
-    value = metric.text(run.best_value) if metric else f"{run.best_value:.4g}"
+    value = _text_of(run.best_metric)(run.best_value)
     name = f"{run.best_metric} " if run.best_metric != "top1" else ""
     return f"{name}{value} at {round(run.best_epoch, 1):g}"
+
+
+def _text_of(metric: str) -> Callable[[float], str]:
+    """How values of a metric are written. A metric of a task, such as agreement, is a fraction."""
+    return next((each.text for each in METRICS if each.name == metric), "{:.2%}".format)
 
 
 def _plain(value: Any) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from drumline.cli.help import Command
-from drumline.config.arguments import RecipeOptions, read_recipe
+from drumline.cli.repeat import RepeatOptions, dry_run, recipes, repeat
+from drumline.config.arguments import read_recipe
 from drumline.config.fields import sections
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
@@ -30,9 +32,10 @@ COMMAND = Command(
         Train a model. Every field has a default: `drumline train` alone trains on the
         embedded digits. The run folder gets the recipe, metrics, checkpoints and weights.
     """,
-    options=RecipeOptions,
+    options=RepeatOptions,
     examples="""
   drumline train data.path=photos model.name=resnet50
+  drumline train data.path=photos --repeat 5 run.name=photos   five seeds, mean and spread
   drumline train recipe.toml optim.lr=0.2 --train.compile
   drumline train --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3
   drumline train recipe.toml --dry-run       show what would happen
@@ -45,16 +48,15 @@ COMMAND = Command(
 
 def main(argv: list[str]) -> int:
     argv = with_preset(argv)
-    invocation = read_recipe(argv, "train", RecipeOptions)
+    invocation = read_recipe(argv, "train", RepeatOptions)
     if invocation.recipe.distill != Distill():
         raise UserError(
             "train has no teacher, but fields of [distill] are set", "use drumline distill, or remove them"
         )
+    runs = recipes(invocation.recipe, invocation.options.repeat)
     if invocation.options.dry_run:
-        from drumline.cli.dry_run import show
-
-        return show(invocation, "train")
-    return run(["train", *argv], invocation.recipe, "train")
+        return dry_run(invocation, runs, "train")
+    return run(["train", *argv], runs, "train")
 
 
 def with_preset(argv: list[str]) -> list[str]:
@@ -69,13 +71,15 @@ def with_preset(argv: list[str]) -> list[str]:
     return [*preset, *argv[1:]]
 
 
-def run(argv: list[str], recipe: Recipe, job: str) -> int:
-    """Runs a job; returns the exit code."""
-    announce(argv[0], recipe.model.name)
+def run(argv: list[str], runs: Sequence[Recipe], job: str) -> int:
+    """Trains a recipe, or several one after the other; returns the exit code. `argv` is the command line."""
+    announce(argv[0], runs[0].model.name)
+    if len(runs) > 1:
+        return repeat(runs, job)
 
     from drumline.launch.start import run
 
-    return run(argv, recipe, job)
+    return run(argv, runs[0], job)
 
 
 def announce(command: str, subject: str) -> None:

@@ -104,6 +104,9 @@ def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invoc
     """Reads the arguments of a command that runs a recipe, and checks the recipe."""
     known = fields_of(kind)
     line = _read(argv, command, known, recipe_fields())
+    for option in (line.settings[name] for name in known if name in line.settings):
+        if wrong := known[option.name].check(option.value):
+            line.errors.append(UserError(f"{option.written}: {wrong.what}", wrong.fix))
     if line.errors:
         raise combined(line.errors)
     options = kind(**{name: line.settings.pop(name).value for name in known if name in line.settings})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,6 +183,10 @@ def _launch(recipe: Recipe, job: str, processes: int, options: Mapping[str, Any]
         raise _error(outcome.failure)
     if outcome.result:
         result: dict[str, Any] = json.loads(outcome.result)
+        if (
+            result.get("stopped_by") and outcome.exit_code > 128
+        ):  # the workers got SIGTERM from their launcher
+            result["stopped_by"] = signal.Signals(outcome.exit_code - 128).name
         return result
     if outcome.exit_code == 0:  # another machine has rank 0
         return {}

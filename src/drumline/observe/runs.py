@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ class RunSummary:
     step: int = 0
     epoch: float = 0.0
     top1: float | None = None
-    """Of the last evaluation, as `loss` is."""
+    """Of the last evaluation, as `loss` is: of the averaged weights, if there are any."""
     loss: float | None = None
     best_metric: str = "top1"
     """The recipe's `checkpoint.best`."""
@@ -82,7 +83,7 @@ def summarize(path: Path) -> RunSummary:
     settings = _settings(path)
     metric = str((settings or {}).get("checkpoint.best", "top1"))
     best = _best(scores)
-    value = best.get(f"average_{metric}", best.get(metric))
+    value = _judged(best, metric)
     return RunSummary(
         str(path),
         state,
@@ -90,14 +91,20 @@ def summarize(path: Path) -> RunSummary:
         seconds,
         int(last.get("step", 0)),
         float(last.get("epoch", 0.0)),
-        scores[-1]["top1"] if scores else None,
-        (scores[-1] if scores else last).get("loss"),
+        _judged(scores[-1], "top1") if scores else None,
+        _judged(scores[-1] if scores else last, "loss"),
         metric,
         value,
         value if metric == "top1" else None,
         best.get("epoch"),
         settings,
     )
+
+
+def _judged(line: Mapping[str, Any], metric: str) -> float | None:
+    """A metric of an evaluation: of the averaged weights if there are any."""
+    value: float | None = line.get(f"average_{metric}", line.get(metric))
+    return value
 
 
 def _best(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -121,6 +128,36 @@ def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
         {name: run.settings[name] for name in varied if name in run.settings} if run.settings else {}
         for run in runs
     ]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a number varies over runs."""
+
+    mean: float
+    std: float
+    """The sample standard deviation: divided by one less than the number of runs."""
+    min: float
+    max: float
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """How the values vary; None if there are fewer than two, or one is missing."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2 or len(known) < len(values):
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known), min(known), max(known))
+
+
+def repeats(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
+    """The finished runs that differ in nothing but `run.seed`, in groups of two or more."""
+    groups: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        if run.settings and run.state == "finished":
+            own = {name: value for name, value in run.settings.items() if not name.startswith(_SAME_RUN)}
+            own |= {"run.seed": None, "checkpoint.best": run.best_metric}
+            groups.setdefault(json.dumps(own, sort_keys=True, default=str), []).append(run)
+    return [group for group in groups.values() if len(group) > 1 and len(differences(group)[0]) == 1]
 
 
 def _sections(text: str) -> tuple[float, float, str]:
