@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from drumline.cli import COMMANDS, main
+from drumline.cli.repeat import RepeatOptions
+from drumline.config.arguments import read_recipe
 from drumline.config.fields import recipe_fields, sections
-from drumline.config.recipe import Recipe
 
 
 def examples_of(text: str) -> list[str]:
@@ -80,10 +81,10 @@ def test_the_examples_of_train_can_be_run(
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text("")
     examples = examples_of(help_of(capsys, "train", "--help"))
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         argv = re.split(r"\s{3,}| > ", example)[0].split()[2:]
-        assert Recipe.from_args([text for text in argv if text != "--dry-run"])
+        assert read_recipe(argv, "train", RepeatOptions).recipe
 
 
 def test_the_help_of_eval_shows_evaluations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,5 +171,5 @@ def test_an_interrupt_saves_and_returns(tmp_path: Path) -> None:
         out, said = run.communicate(timeout=60)
     finally:
         run.kill()
-    assert (run.returncode, out) == (0, "False SIGTERM\n"), said
+    assert (run.returncode, out) == (0, "False SIGINT\n"), said
     assert list((tmp_path / "x/checkpoints").glob("step-*"))
