@@ -102,3 +102,83 @@ def detached(logits: Tensor, labels: Tensor) -> Tensor:
 
 def of_three(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     return focal(logits, labels) * weights
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam as many write it: numbers on the host, in the state and in the group, and moments that are replaced."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "beta": beta, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, scale=2.0, moment=torch.full_like(p, 0.1), kind="adam", unused=None)
+                state["step"] += 1
+                state["scale"] *= 0.99
+                state["moment"] = group["beta"] * state["moment"] + p.grad
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * state["scale"] / (state["step"] + group["k"]) * state["moment"])
+
+
+class Hidden(Counting):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step()
+
+
+class Late(Counting):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            if state["step"] == 4:
+                state["late"] = torch.zeros(())
+
+
+class Listing(Counting):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state["history"] = [1, 2]
+
+
+class Drifting(Counting):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if self.param_groups[0]["k"] > 3:
+            self.param_groups[0]["beta"] *= 0.9
+
+
+class Forgetful(Counting):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(next(iter(params))["params"][:1], lr, weight_decay)
+
+
+def no_optimizer(params: Any, lr: float, weight_decay: float = 0.0) -> int:
+    return 3
+
+
+def without_decay(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(params, lr=lr)
+
+
+def net(classes: int, width: int = 8, dropout: float = 0.0, norm: bool = True) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1),
+        nn.BatchNorm2d(width) if norm else nn.Identity(),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(4 * width, classes),
+    )

@@ -14,7 +14,7 @@ import pytest
 from drumline.config import arguments
 from drumline.config.arguments import Invocation, RecipeOptions, describe, read_options, read_recipe
 from drumline.config.fields import recipe_fields, value_of
-from drumline.config.limits import Range
+from drumline.config.limits import Range, keyword_arguments
 from drumline.config.recipe import Data, Optim, Recipe
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
@@ -190,6 +190,9 @@ def test_a_list_stops_before_the_recipe_file(folder: Path) -> None:
 CODE = {
     "model.name": '[model]\nname = "mine.nets:tiny"\n',
     "data.source": '[data]\nsource = "mine.nets:tiny"\n',
+    "data.transform": '[data]\ntransform = "mine.nets:tiny"\n',
+    "train.loss": '[train]\nloss = "mine.nets:tiny"\n',
+    "optim.name": '[optim]\nname = "mine.nets:tiny"\n',
     "distill.teacher": '[distill]\nteacher = ["resnet18", "mine.nets:tiny"]\n',
 }
 
@@ -207,6 +210,33 @@ def test_code_that_a_recipe_file_names_must_be_trusted(name: str, tmp_path: Path
     assert train(f"{file} {name}={value}").recipe == trusted.recipe
     assert train(f"{name}={value}").recipe == trusted.recipe
     assert train(f"{file} --dry-run").options.dry_run, "shows, and runs nothing"
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_evaluation_needs_trust_for_the_code_that_it_runs(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text(CODE[name])
+    if name in ("model.name", "data.source"):
+        with pytest.raises(UserError, match="runs the code of"):
+            read_recipe([str(file)], "eval", RecipeOptions)
+    else:
+        read_recipe([str(file)], "eval", RecipeOptions)
+
+
+def test_arguments_are_typed_by_their_text() -> None:
+    texts = ("a:1", "b:0.5", "c:true", "d:None", "e:cifar", "f=1e-3", "g:-2", "h:x=y")
+    assert keyword_arguments(texts) == {
+        "a": 1,
+        "b": 0.5,
+        "c": True,
+        "d": None,
+        "e": "cifar",
+        "f": 0.001,
+        "g": -2,
+        "h": "x=y",
+    }
+    assert [type(value) for value in keyword_arguments(texts[:3]).values()] == [int, float, bool]
+    assert train("model.args=a:1,b:x").recipe.model.args == ("a:1", "b:x")
 
 
 def test_names_of_known_packages_and_of_ours_need_no_trust(tmp_path: Path) -> None:

@@ -204,7 +204,13 @@ def test_an_example_shown_in_a_fix_is_itself_possible(name: str) -> None:
     value = recipe_fields()[name].example()
     assert value not in ("", ())
     found = problems(with_values(Recipe(), {name: value, "optim.schedule": "step", "run.name": "a"}))
-    elsewhere = ("optim.schedule", "parallel.rendezvous", "parallel.virtual", "checkpoint.sharded")
+    elsewhere = (
+        "optim.schedule",
+        "optim.args",
+        "parallel.rendezvous",
+        "parallel.virtual",
+        "checkpoint.sharded",
+    )
     assert name not in [p.field for p in found] or name in elsewhere  # which want another field too
 
 

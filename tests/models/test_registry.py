@@ -163,10 +163,13 @@ def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatc
 def test_torchvisions_models_are_created_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
     models.list_models = lambda module: ["resnet18", "vit_b_16"]  # type: ignore[attr-defined]
-    models.get_model = lambda name, weights, num_classes: nn.Linear(2, num_classes)  # type: ignore[attr-defined]
+    models.get_model = lambda name, weights, num_classes, bias=True: nn.Linear(2, num_classes, bias)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchvision", package)
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
     assert create_model("torchvision/vit_b_16", 5).out_features == 5
+    assert create_model("torchvision/vit_b_16", 5, bias=False, weights=None).bias is None
+    with pytest.raises(UserError, match="torchvision/vit_b_16 does not take width"):
+        create_model("torchvision/vit_b_16", 5, width=3)
     with pytest.raises(UserError, match="torchvision/vit_b_17") as caught:
         create_model("torchvision/vit_b_17")
     assert "torchvision/vit_b_16" in caught.value.fix
@@ -179,6 +182,10 @@ def test_timms_models_are_created_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     timm.create_model = lambda name, pretrained, num_classes: nn.Linear(2, num_classes)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", timm)
     assert create_model("timm/convnext_tiny", 5).out_features == 5
+    assert create_model("timm/convnext_tiny", 5, pretrained=False).out_features == 5
+    with pytest.raises(UserError, match=r"pretrained = True: a model is built without weights") as caught:
+        create_model("timm/convnext_tiny", 5, pretrained=True)
+    assert "model.weights" in caught.value.fix
     with pytest.raises(UserError, match="timm/convnext_tinny") as caught:
         create_model("timm/convnext_tinny")
     assert "timm/convnext_tiny" in caught.value.fix
@@ -214,6 +221,34 @@ def test_a_users_factory_receives_the_number_of_classes(own_module: str) -> None
     assert create_model(f"{own_module}:ours", 4).out_features == 4
     assert create_model(f"{own_module}:theirs", 4).out_features == 4
     assert create_model(f"{own_module}:Net", 4).get_submodule("fc").out_features == 4
+
+
+def test_arguments_go_to_the_factory(own_module: str) -> None:
+    assert create_model(f"{own_module}:greedy", 4, width=7).in_features == 7
+    with pytest.raises(UserError, match=r"cannot be called with the number of classes and depth"):
+        create_model(f"{own_module}:ours", 4, depth=7)
+    assert create_model("resnet8", 4, stem="imagenet").get_submodule("conv1").stride == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words", "fix"),
+    [
+        (
+            "resnet8",
+            {"drop_rate": 0.1},
+            "resnet8 does not take drop_rate",
+            "it takes stem, groups, group_width",
+        ),
+        ("resnet8", {"stem": "big"}, "AssertionError: the stem is imagenet or cifar", "correct or remove"),
+        ("vgg8", {"norm": True}, "vgg8 does not take norm", "remove model.args: it takes none"),
+    ],
+)
+def test_arguments_that_a_model_does_not_take_are_rejected(
+    name: str, arguments: dict[str, object], words: str, fix: str
+) -> None:
+    with pytest.raises(UserError, match=rf"^model.args: .*{words}") as caught:
+        create_model(name, 4, **arguments)
+    assert fix in caught.value.fix
 
 
 def test_errors_from_a_users_factory_are_not_hidden(own_module: str) -> None:

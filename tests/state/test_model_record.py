@@ -46,6 +46,15 @@ def test_a_record_survives_json_and_metadata(classes: Classes) -> None:
     assert record_of({ENVIRONMENT: changed(later="a field of a later version")}) == RECORD
 
 
+def test_arguments_are_kept_and_earlier_versions_had_none() -> None:
+    record = ModelRecord(**{**vars(RECORD), "args": ("width:2", "norm:false")})
+    assert read_record(json.loads(json.dumps(record.as_json()))) == record
+    assert record.arguments == {"width": 2, "norm": False}
+    earlier = changed()
+    del earlier["args"]
+    assert read_record(earlier) == RECORD
+
+
 def test_a_checkpoint_carries_it_in_its_manifest_and_in_the_file_of_its_weights(tmp_path: Path) -> None:
     groups = {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}
     folder = write_checkpoint(tmp_path, groups, Position(1, 1), "", {ENVIRONMENT: RECORD.as_json()})
@@ -79,6 +88,10 @@ def test_a_checkpoint_carries_it_in_its_manifest_and_in_the_file_of_its_weights(
         changed(resize="mine"),
         changed(resize=[]),
         changed(exif=None),
+        changed(args="a:1"),
+        changed(args=["a"]),
+        changed(args=["classes:3"]),
+        changed(args=["a:1", 2]),
     ],
 )
 def test_an_impossible_record_is_rejected(given: Any, tmp_path: Path) -> None:

@@ -121,10 +121,13 @@ class _DryRun:
 
         from drumline.data.feed.own_transform import load_transform
         from drumline.training.losses import OwnLoss
+        from drumline.training.optim import build_optimizer
 
         classes = len(self._sets.train.classes) if self._sets else 2
+        example = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(4))]
         checks: dict[str, Callable[[str], object]] = {
             "data.transform": load_transform,
+            "optim.name": lambda name: build_optimizer(self.recipe.optim, example, torch.zeros(())),
             "train.loss": lambda name: OwnLoss(name, classes, torch.device("cpu")),
         }
         lines, errors = [], []

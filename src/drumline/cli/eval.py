@@ -177,6 +177,8 @@ def _settings(path: Path) -> list[str]:
         argv += [f"{field}={value}" for field, value in record.settings().items()]
         if run is None and not names_code(record.model):
             argv.append(f"model.name={record.model}")
+        if run is None and record.args:
+            argv.append(f"model.args={','.join(record.args)}")
     return [*argv, f"model.weights={path}"]
 
 

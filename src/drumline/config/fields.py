@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from drumline.config.limits import ClassWeights, Descriptions, Names, PerMachine, Values, Wrong
+from drumline.config.limits import Arguments, ClassWeights, Descriptions, Names, PerMachine, Values, Wrong
 from drumline.config.recipe import Recipe
 from drumline.core.text import near
 
@@ -75,9 +75,13 @@ class Field:
             return not self.default
         if self.default not in ("", (), MISSING):
             return self.default
-        listed = [limit.example for limit in self.limits if isinstance(limit, Values | Names | ClassWeights)]
+        listed = [limit.example for limit in self.limits if isinstance(limit, EXAMPLES)]
         kind = get_args(self.hint)[0] if get_origin(self.hint) is tuple else self.hint
         return listed[0] if listed else from_text(self.hint, [_SAMPLES[kind]])
+
+
+EXAMPLES = Values | Names | ClassWeights | Arguments
+"""The limits that have an example."""
 
 
 class WrongValue(ValueError):

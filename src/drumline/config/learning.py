@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from drumline.config.limits import ClassWeights, Length, Names, PerMachine, Range, Values
+from drumline.config.limits import (
+    MODEL_ARGUMENTS,
+    OPTIMIZER_ARGUMENTS,
+    ClassWeights,
+    Length,
+    Names,
+    PerMachine,
+    Range,
+    Values,
+)
 from drumline.config.sources import SOURCE_NAMES
 from drumline.core.precision import PRECISIONS
 
@@ -118,6 +127,9 @@ class Model:
     name: str = "resnet18"
     """Architecture. A built-in model (`drumline doctor --models` lists them), `torchvision/NAME`, `timm/NAME`, or
     your own `package.module:factory`, which is called as `factory(classes=N)`."""
+    args: Annotated[tuple[str, ...], MODEL_ARGUMENTS] = ()
+    """Arguments of the model's factory besides the number of classes, as `drop_rate:0.1,drop_path_rate:0.05`. Stored
+    with the weights."""
     weights: Annotated[str, PerMachine(path=True)] = ""
     """Run folder, checkpoint or weights file (.safetensors, .pt, .pth) to start from."""
     classes: Annotated[AutoInt, Range(2)] = "auto"
@@ -128,8 +140,11 @@ class Model:
 class Optim:
     """The optimizer and the learning rate."""
 
-    name: Literal["sgd", "adamw", "lars", "lamb"] = "sgd"
-    """Optimizer."""
+    name: Annotated[str, Names(("sgd", "adamw", "lars", "lamb"))] = "sgd"
+    """Optimizer. Or your own as `package.module:factory`, such as `torch.optim:NAdam`, called as
+    `factory(groups, lr=..., weight_decay=..., **args)`."""
+    args: Annotated[tuple[str, ...], OPTIMIZER_ARGUMENTS] = ()
+    """Arguments of your own optimizer, as `momentum_decay:0.004,decoupled_weight_decay:true`."""
     # Above 3e38 the rate does not fit into a float32 tensor.
     lr: Annotated[float, Range(0, 1e6)] = 0.1
     """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`."""

@@ -7,7 +7,8 @@ A limit checks a value of the right type and says what is wrong and what to do. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,6 +154,58 @@ class Names:
 
     def __str__(self) -> str:
         return f"{', '.join(self.names)}, or {self.example}" if self.names else self.example
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A list of keyword arguments, each `key:value`. `fields` names the recipe fields of some that cannot be among
+    them."""
+
+    fields: Mapping[str, str]
+    example = ("key:value",)
+
+    def check(self, value: tuple[str, ...]) -> Wrong | None:
+        seen = set[str]()
+        for text in value:
+            key, sign, given = _key_and_value(text)
+            if not (sign and key.isidentifier() and given):
+                return Wrong(
+                    f"{text!r} is not an argument", "write key:value, several as key:value,key:value"
+                )
+            if key in self.fields:
+                return Wrong(f"{key} has a field of its own", f"set {self.fields[key]} instead")
+            if key in seen:
+                return Wrong(f"{key} is given twice", "give each argument once")
+            seen.add(key)
+        return None
+
+    def __str__(self) -> str:
+        return "each key:value"
+
+
+MODEL_ARGUMENTS = Arguments(
+    {"name": "model.name", "classes": "model.classes", "num_classes": "model.classes"}
+)
+OPTIMIZER_ARGUMENTS = Arguments(
+    {"params": "train.freeze", "lr": "optim.lr", "weight_decay": "optim.weight_decay"}
+)
+
+
+def keyword_arguments(texts: Iterable[str]) -> dict[str, bool | int | float | str | None]:
+    """The arguments that `key:value` texts stand for. A value is none, true, false, a number, or text."""
+    words = {"none": None, "true": True, "false": False}
+    found: dict[str, bool | int | float | str | None] = {}
+    for key, _, text in map(_key_and_value, texts):
+        found[key] = words.get(text.lower(), text)
+        for kind in (float, int):  # the last that can be read
+            with suppress(ValueError):
+                found[key] = kind(text)
+    return found
+
+
+def _key_and_value(text: str) -> tuple[str, str, str]:
+    """Split at the first `:` or `=`."""
+    return text.partition(min(":=", key=lambda sign: text.find(sign) % (len(text) + 1)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, value_of
 from drumline.config.layouts import Problem, layout_named, layout_problems
-from drumline.config.learning import Data
+from drumline.config.learning import Data, Optim
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.config.sources import names_code, source_named
@@ -167,6 +167,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             f"train.loss = {train.loss} is your own loss, which gets plain labels",
             "smooth the labels in your loss, or use train.loss=cross_entropy or bce",
         )
+    yield from _own_optimizer(recipe)
     if recipe.distill.cache_top and not recipe.distill.cache:
         yield Problem("distill.cache_top", "has no effect without distill.cache", "give distill.cache too")
     if recipe.distill.cache and data.balance != "none":
@@ -199,6 +200,33 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "checkpoint.resume",
             "needs to know which run to resume, and run.name = auto",
             "set run.name, or use the recipe of the run: RUN/recipe.toml checkpoint.resume=auto",
+        )
+
+
+def _own_optimizer(recipe: Recipe) -> Iterator[Problem]:
+    """What cannot be combined with the user's own optimizer, and what only that has."""
+    optim, layout = recipe.optim, recipe.parallel.layout
+    if not names_code(optim.name):
+        if optim.args:
+            yield Problem(
+                "optim.args",
+                f"only your own optimizer takes arguments, and optim.name = {optim.name}",
+                "set the fields of [optim] instead (momentum, betas, eps, ...)",
+            )
+        return
+    for key in ("momentum", "betas", "eps", "trust"):
+        if getattr(optim, key) != getattr(Optim, key):
+            yield Problem(
+                f"optim.{key}",
+                f"only built-in optimizers read it, and optim.name = {optim.name}",
+                f"remove it, and give the optimizer its own arguments: optim.args={key}:...",
+            )
+    if layout_named(layout).shards_state:
+        yield Problem(
+            "optim.name",
+            f"your own optimizer would see shards of the parameters as if they were whole, with parallel.layout = "
+            f"{layout}",
+            "use ddp or pipeline, or a built-in optimizer",
         )
 
 

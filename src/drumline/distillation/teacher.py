@@ -367,7 +367,9 @@ def _load(
 ) -> LoadedTeacher:
     verify_weights(Path(path), FIELDS)
     count = len(classes) if recipe.model.classes == "auto" else recipe.model.classes
-    module = create_model(name, classes=count)
+    record = weights_record(resolve_weights(path, FIELDS))
+    arguments = record.arguments if record is not None and record.model == name else {}
+    module = create_model(name, classes=count, **arguments)
     report = load_weights(module, path, classes=classes, fields=FIELDS)
     reject_nonfinite(module, report.file, FIELDS)
     if not on_host:

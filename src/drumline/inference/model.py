@@ -91,6 +91,6 @@ def load_trained(
             "if you trust that code, call load_model(..., trust=True)",
             code="untrusted-code",
         )
-    model = create_model(record.model, classes=record.outputs)
+    model = create_model(record.model, classes=record.outputs, **record.arguments)
     load_weights(model, file)
     return TrainedModel(record, model.eval().to(device))

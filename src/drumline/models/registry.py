@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from drumline.core.errors import UserError
-from drumline.core.named import load_named
+from drumline.core.named import accepts, load_named, signature_of
 from drumline.core.text import either, near
 from drumline.models.base import VisionModel
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
@@ -94,13 +94,14 @@ def model_names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
-def create_model(name: str, classes: int = 1000) -> nn.Module:
+def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
     """Builds a classifier by name, with random weights and `classes` outputs.
 
     `name` is one of `drumline doctor --models` (`resnet50`, `cifar/resnet20`), `torchvision/NAME`, `timm/NAME`, or
-    `package.module:factory` for your own: a function or class that takes `classes` or `num_classes`. Weights are
-    drawn from torch's global generator, so call `torch.manual_seed` first to repeat them. Raises `UserError` for an
-    unknown name, a missing package, or a factory that does not return a module.
+    `package.module:factory` for your own: a function or class that takes `classes` or `num_classes`. Further
+    `arguments`, such as `drop_rate=0.1`, go to the model's factory. Weights are drawn from torch's global generator,
+    so call `torch.manual_seed` first to repeat them. Raises `UserError` for an unknown name, a missing package,
+    arguments that the factory does not take, or a factory that does not return a module.
 
         model = drumline.create_model("cifar/resnet20", classes=10)
     """
@@ -108,14 +109,15 @@ def create_model(name: str, classes: int = 1000) -> nn.Module:
         raise UserError(
             f"{classes} classes: a classifier needs at least one output", fix="set model.classes to 1 or more"
         )
+    _reject_weights(arguments)
     if name in _TABLE:
-        return _TABLE[name](classes=classes)
+        return _built(name, partial(_TABLE[name], classes=classes), arguments)
     if name.startswith("torchvision/"):
-        return _torchvision(name.removeprefix("torchvision/"), classes)
+        return _torchvision(name.removeprefix("torchvision/"), classes, arguments)
     if name.startswith("timm/"):
-        return _timm(name.removeprefix("timm/"), classes)
+        return _timm(name.removeprefix("timm/"), classes, arguments)
     if ":" in name:
-        return _users_own(name, classes)
+        return _users_own(name, classes, arguments)
     raise UserError(f"there is no model {name!r}", _meant(name))
 
 
@@ -156,19 +158,57 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _torchvision(name: str, classes: int) -> nn.Module:
+def _reject_weights(arguments: Mapping[str, Any]) -> None:
+    """Rejects arguments that would load weights, which the recipe does not know of."""
+    for key in ("pretrained", "weights"):
+        if arguments.get(key):
+            raise UserError(
+                f"model.args: {key} = {arguments[key]}: a model is built without weights",
+                "download the weights, and set model.weights to their file",
+            )
+
+
+def _built(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    """Calls a factory with arguments that it may reject. Without any, its errors are not about them."""
+    if not arguments:
+        return build()
+    known = signature_of(build)
+    if known is not None and not accepts(build, **arguments):
+        takes = [each.name for each in known.parameters.values() if each.kind is each.KEYWORD_ONLY]
+        takes = [each for each in takes if each not in ("classes", "num_classes", "weights", "widths")]
+        raise UserError(
+            f"model.args: {name} does not take {', '.join(key for key in arguments if key not in takes)}",
+            f"it takes {', '.join(takes)}" if takes else "remove model.args: it takes none",
+        )
+    try:
+        return build(**arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        given = ", ".join(f"{key} = {value}" for key, value in arguments.items())
+        raise UserError(
+            f"model.args: {name} does not work with {given}: {type(error).__name__}: {error}",
+            "correct or remove them",
+        ) from error
+
+
+def _torchvision(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     models = _optional("torchvision.models", f"torchvision/{name}")
     names = models.list_models(module=models)
     if name not in names:
         raise _unknown("torchvision", name, names)
-    return models.get_model(name, weights=None, num_classes=classes)
+    build = partial(models.get_model, name, weights=None, num_classes=classes)
+    return _built(f"torchvision/{name}", build, {k: v for k, v in arguments.items() if k not in _NO_WEIGHTS})
 
 
-def _timm(name: str, classes: int) -> nn.Module:
+_NO_WEIGHTS = ("pretrained", "weights")
+"""Arguments that `_reject_weights` lets through only if they ask for no weights."""
+
+
+def _timm(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     timm = _optional("timm", f"timm/{name}")
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
-    return timm.create_model(name, pretrained=False, num_classes=classes)
+    build = partial(timm.create_model, name, pretrained=False, num_classes=classes)
+    return _built(f"timm/{name}", build, {k: v for k, v in arguments.items() if k not in _NO_WEIGHTS})
 
 
 def _optional(module: str, name: str) -> Any:
@@ -185,10 +225,10 @@ def _optional(module: str, name: str) -> Any:
         ) from error
 
 
-def _users_own(name: str, classes: int) -> nn.Module:
+def _users_own(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """The model that the user's factory returns. An error that the factory raises is passed on."""
     factory = load_named(name, "model", "(classes)", "model.name")
-    model = factory(**{_class_argument(name, factory): classes})
+    model = _built(name, partial(factory, **{_class_argument(name, factory, arguments): classes}), arguments)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model {name} returned {type(model).__name__}, not a torch.nn.Module",
@@ -197,15 +237,21 @@ def _users_own(name: str, classes: int) -> nn.Module:
     return model
 
 
-def _class_argument(name: str, factory: Callable[..., Any]) -> str:
+def _class_argument(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """The name of the argument that takes the number of classes."""
     signature = inspect.signature(factory)
     for argument in ("classes", "num_classes"):
         try:
-            signature.bind(**{argument: 0})
+            signature.bind(**{argument: 0}, **arguments)
         except TypeError:
             continue
         return argument
+    if arguments:
+        raise UserError(
+            f"model {name}: cannot be called with the number of classes and {', '.join(arguments)}; its signature is "
+            f"{signature}",
+            fix="correct model.args, or take these parameters by name",
+        )
     raise UserError(
         f"model {name}: cannot be called with only the number of classes; its signature is {signature}",
         fix="take `classes` (or `num_classes`) and give every other parameter a default",

@@ -110,6 +110,7 @@ class ResNet(VisionModel):
         group_width: int = 64,
     ) -> None:
         super().__init__()
+        assert stem in ("imagenet", "cifar"), "the stem is imagenet or cifar"
         self.stem = stem
         if stem == "imagenet":
             self.conv1 = nn.Conv2d(3, widths[0], kernel_size=7, stride=2, padding=3, bias=False)

@@ -144,6 +144,8 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies rank 0's tensor to every rank, in place."""
+        if self.backend == "nccl" and not tensor.is_cuda:  # such as a counter of the user's own optimizer
+            return self.broadcast_host(tensor)
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor

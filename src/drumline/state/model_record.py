@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
+from drumline.config.limits import MODEL_ARGUMENTS, keyword_arguments
 from drumline.data.classes import Classes, numbers
 
 KEY = "drumline"
@@ -48,6 +49,13 @@ class ModelRecord:
     fit: str = "crop"
     """How evaluation makes an image square: `crop` resizes the short side and crops the centre; `stretch`, for sets
     of arrays, resizes both sides. Earlier versions did not record it."""
+    args: tuple[str, ...] = ()
+    """`model.args`. Earlier versions had none."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the model's factory."""
+        return dict(keyword_arguments(self.args))
 
     def settings(self) -> dict[str, str]:
         """The recipe fields that prepare images as in training."""
@@ -95,7 +103,7 @@ def read_record(given: Any) -> ModelRecord:
     """A record from untrusted plain values. Raises ValueError and names the field."""
     if not isinstance(given, dict):
         raise ValueError("the model record is not a table")
-    given = {"fit": "crop"} | given
+    given = {"fit": "crop", "args": []} | given
     checks: dict[str, Callable[[Any], bool]] = {
         "model": _is_text,
         "outputs": lambda value: _is_count(value, MAX_CLASSES),
@@ -105,6 +113,7 @@ def read_record(given: Any) -> ModelRecord:
         "std": lambda value: _are_channels(value) and min(value) > 0,
         "eval_crop": lambda value: _is_number(value) and 0 < value <= 1,
         **{name: partial(_is_one_of, known) for name, known in CHOICES.items()},
+        "args": _are_arguments,
     }
     assert list(checks) == [item.name for item in fields(ModelRecord)]
     for name, is_valid in checks.items():
@@ -115,11 +124,17 @@ def read_record(given: Any) -> ModelRecord:
         raise ValueError("the model record has more classes than outputs")
     known = {name: given[name] for name in checks}
     named = Classes(numbers(classes), False) if isinstance(classes, int) else Classes(tuple(classes), True)
-    return ModelRecord(**known | {"classes": named, "mean": tuple(given["mean"]), "std": tuple(given["std"])})
+    lists = {name: tuple(given[name]) for name in ("mean", "std", "args")}
+    return ModelRecord(**known | {"classes": named} | lists)
 
 
 def _is_one_of(known: tuple[str, ...], value: Any) -> bool:
     return isinstance(value, str) and value in known
+
+
+def _are_arguments(value: Any) -> bool:
+    texts = isinstance(value, list | tuple) and len(value) <= 100 and all(map(_is_text, value))
+    return texts and MODEL_ARGUMENTS.check(tuple(value)) is None
 
 
 def _are_classes(value: Any) -> bool:

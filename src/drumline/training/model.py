@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drumline.config.limits import keyword_arguments
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
@@ -50,9 +51,10 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
     torch.manual_seed(recipe.run.seed)
     name = recipe.model.name
     try:
-        return create_model(name, classes=wanted)
+        return create_model(name, classes=wanted, **keyword_arguments(recipe.model.args))
     except UserError as error:
-        raise UserError(f"model.name: {error.what}", error.fix, error.code) from error
+        field = "" if error.what.startswith("model.args") else "model.name: "
+        raise UserError(f"{field}{error.what}", error.fix, error.code) from error
 
 
 def shared_weights(path: str, world: World) -> Path:
@@ -95,6 +97,7 @@ def model_record(recipe: Recipe, sets: Sets) -> ModelRecord:
         interpolation=transform.interpolation,
         exif=transform.exif,
         fit="stretch" if isinstance(sets.train, ArrayDataset) else "crop",
+        args=recipe.model.args,
     )
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from drumline.config.learning import Optim
+from drumline.config.sources import names_code
 from drumline.core.arithmetic import EagerOptimizer, eager_step
+from drumline.training.own_optimizer import own_optimizer
 
 Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 """The norms of whole tensors, given what this process holds of them and the parameters they belong to."""
@@ -31,6 +33,8 @@ def build_optimizer(
     """The recipe's optimizer of the trainable parameters. The loop writes learning rates into the tensor `lr`.
     `norms` computes the norms for LARS and LAMB if parameters are sharded. `factors` multiply the rate of each
     parameter."""
+    if names_code(optim.name):
+        return own_optimizer(optim, parameter_groups(optim, parameters, factors))
     groups = by_device(parameter_groups(optim, parameters, factors), lr)
     slots = optimizer_slots(optim)
     optimizer: torch.optim.Optimizer
@@ -109,11 +113,15 @@ def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, 
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Writes the learning rate, times their factor, into the tensors that the optimizer reads: one on each device for
-    each factor."""
+    """Writes the learning rate, times their factor, where the optimizer reads it: in a tensor on each device for each
+    factor, or in a number of each group."""
     tensors = {id(group["lr"]): (group["lr"], group.get("factor", 1.0)) for group in optimizer.param_groups}
     for tensor, factor in tensors.values():
-        tensor.fill_(rate * factor)
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(rate * factor)
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = rate * group.get("factor", 1.0)
 
 
 def whole_norms(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.data.feed.batch import Batch, make_batch
 from drumline.data.feed.own_transform import PROBED, REPEATABLE, unrepeatable
@@ -74,6 +75,8 @@ def why_not_captured(run: Run) -> str:
     elif not (reason := run.strategy.why_not_captured()):
         if run.task.spans_devices:
             reason = "the teacher spans several GPUs"
+        elif names_code(recipe.optim.name):
+            reason = f"optim.name = {recipe.optim.name} reads its learning rate on the host"
         elif recipe.train.gradient_checkpointing:
             reason = "gradient checkpointing saves and restores generator states on the host"
     if reason and recipe.train.capture == "on":

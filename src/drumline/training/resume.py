@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from drumline.config.recipe import Recipe
+from drumline.config.sources import names_code
 from drumline.config.toml import dump_recipe, flat_recipe
 from drumline.core.arithmetic import threads_per_process
 from drumline.core.errors import UserError
@@ -160,6 +161,13 @@ def _refrozen(groups: Groups, frozen: object, state: TrainState) -> Gathered:
     that train from now on, and drops its state of those that no longer do."""
     before = {str(name) for name in frozen} if isinstance(frozen, list) else set()
     now, optimizer = set(state.frozen), dict(groups.get("optimizer", {}))
+    if before != now and names_code(state.strategy.recipe.optim.name):
+        # Zeros mean that it has yet to create its state.
+        optimizer = {
+            name: optimizer.get(name, torch.zeros_like(tensor, device="cpu"))
+            for name, tensor in state.tensors()["optimizer"].items()
+        }
+        return {**{name: dict(group) for name, group in groups.items()}, "optimizer": optimizer}
     for name, parameter in state.module.named_parameters():
         for slot in optimizer_slots(state.strategy.recipe.optim):
             key = f"{slot}/{name}"
