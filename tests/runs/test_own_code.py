@@ -117,6 +117,6 @@ def test_the_page_about_own_code_works_as_it_stands(tmp_path: Path) -> None:
     (command,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     (tmp_path / "mine.py").write_text(module)
     words = shlex.split(command.replace("\\\n", ""))[1:]
-    done = result(drumline(*words, "run.device=cpu", "train.epochs=3", folder=tmp_path))
+    done = result(drumline(*words, "run.device=cpu", folder=tmp_path))
     assert done["finished"]
     assert done["top1"] > 0.9
