@@ -161,7 +161,7 @@ def test_a_type_is_described_in_plain_english(hint: Any, text: str, words: tuple
         # Nothing of that kind exists: a name that merely looks alike misleads.
         ("data.palette", ()),
         ("launch.max_minutes", ()),
-        ("data.labels", ()),
+        ("data.captions", ()),
         ("train.wavelets", ()),
         ("train.dropout", ()),
         ("data.cache", ("distill.cache",)),

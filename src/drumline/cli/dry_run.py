@@ -79,13 +79,13 @@ class _DryRun:
         from drumline.training.sets import open_sets
 
         data = self.recipe.data
-        self._source = detect_source(data.source, data.path)
+        self._source = detect_source(data.source, data.path, labels=data.labels)
         if self._is_untrusted((self._source,), "data.source"):
             return [f"data: {self._source}; not opened, because that would run its code; --trust allows it"]
         # No workers: choosing their number would time the data.
         quick = replace(self.recipe, data=replace(data, workers=0, decode="cpu"))
         self._sets = sets = open_sets(quick, self._world(), self._to_score)
-        name = f"data: {self._source}{f' {data.path}' if data.path else ''}"
+        name = f"data: {self._source}{f' {data.labels or data.path}' if data.labels or data.path else ''}"
         classes = counted(len(sets.train.classes), "class", "classes")
         if self._to_score:
             return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]

@@ -15,6 +15,7 @@ from typing import Any
 from drumline.cli.help import Command
 from drumline.cli.train import announce
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, read_recipe
+from drumline.config.learning import Data
 from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.files import check_output
@@ -62,7 +63,7 @@ COMMAND = Command(
 
         Data does not need splits: class folders alone, or val/ alone, are scored in full. If
         the data has both splits, only the evaluation split (val/) is scored. A run's
-        data.holdout applies only to its own data.
+        data.holdout, data.folds and data.labels apply only to its own data.
 
         useful fields:
           data.path=FOLDER          other data: its evaluation split, or all of it if it
@@ -147,7 +148,7 @@ def read_invocation(argv: list[str]) -> Invocation[Options]:
     invocation = read_recipe([*_settings(path), *argv[1:]] if path else argv, "eval", Options)
     if path is not None:
         _reject_unknowns(path, invocation)
-        invocation = _without_the_runs_holdout(path, invocation)
+        invocation = _without_the_runs_division(path, invocation)
     if not invocation.recipe.model.weights:
         beside = argv and argv[0].endswith("recipe.toml") and run_of(Path(argv[0]))
         raise UserError(
@@ -182,18 +183,29 @@ def _settings(path: Path) -> list[str]:
     return [*argv, f"model.weights={path}"]
 
 
-def _without_the_runs_holdout(path: Path, invocation: Invocation[Options]) -> Invocation[Options]:
-    """Drops the run's data.holdout for other data, unless the command line sets it."""
+def _without_the_runs_division(path: Path, invocation: Invocation[Options]) -> Invocation[Options]:
+    """For other data, drops what belongs to the run's own: its labels, and how it divides them. What the command line
+    sets stays."""
     from drumline.config.toml import load_recipe
     from drumline.state.folder import run_of
 
-    recipe, given, run = invocation.recipe, invocation.origins, run_of(path)
-    if run is None or given.get("data.path") != COMMAND_LINE or given.get("data.holdout") == COMMAND_LINE:
+    data, given, run = invocation.recipe.data, invocation.origins, run_of(path)
+    if run is None:
         return invocation
-    own = load_recipe(str(run / "recipe.toml")).recipe.data.path
-    if Path(own).expanduser().resolve() == Path(recipe.data.path).expanduser().resolve():
+    own = load_recipe(str(run / "recipe.toml")).recipe.data
+
+    def differs(name: str, here: str, there: str) -> bool:
+        same = Path(here).expanduser().resolve() == Path(there).expanduser().resolve()
+        return given.get(f"data.{name}") == COMMAND_LINE and not same
+
+    elsewhere = differs("path", data.path, own.path)
+    if not elsewhere and not differs("labels", data.labels, own.labels):
         return invocation
-    return replace(invocation, recipe=replace(recipe, data=replace(recipe.data, holdout=0.0)))
+    default, dropped = Data(), {}
+    for name in ("holdout", "folds", "fold", "split_seed", *(("labels",) if elsewhere else ())):
+        if given.get(f"data.{name}") != COMMAND_LINE:
+            dropped[name] = getattr(default, name)
+    return replace(invocation, recipe=replace(invocation.recipe, data=replace(data, **dropped)))
 
 
 def _reject_unknowns(path: Path, invocation: Invocation[Options]) -> None:

@@ -29,6 +29,8 @@ class Options:
     """The data set."""
     out: str
     """The folder to write."""
+    labels: str = ""
+    """A .csv, .tsv or .parquet file with the labels of the images in DATA (as data.labels)."""
     source: SourceName = "auto"
     """What DATA is, if that cannot be detected."""
     holdout: Fraction = 0.0
@@ -52,7 +54,8 @@ COMMAND = Command(
     about="""
         Turn a data set into a packed set: a few large files instead of many small ones,
         memory-mapped, with a checksum for every sample. DATA is a folder of class folders,
-        a .tar of them, an .npz, or a folder of idx or CIFAR files; both splits are packed.
+        a .tar of them, a label file or a folder with --labels, an .npz, or a folder of idx or
+        CIFAR files; both splits are packed.
         Train on the result with data.path=OUT: same samples, same ids, same pixels.
 
         After an interruption (Ctrl-C, kill, power failure), the same command continues where
@@ -94,7 +97,9 @@ def main(argv: list[str]) -> int:
     workers = usable_cores() if asked.workers == "auto" else asked.workers
     options = PackOptions(asked.resize_short, asked.raw, asked.shard_mb, asked.holdout)
     try:
-        out = pack_set(asked.source, asked.data, Path(asked.out), options, workers, asked.force, _say)
+        out = pack_set(
+            asked.source, asked.data, Path(asked.out), options, workers, asked.force, _say, asked.labels
+        )
     except KeyboardInterrupt:
         _say("stopped; the same command continues where it was")
         raise

@@ -30,6 +30,8 @@ class Options:
     """A run folder, a checkpoint or a data set."""
     list: str = ""
     """Write all findings to this file, one per line, separated by tabs. Data sets only."""
+    labels: str = ""
+    """A .csv, .tsv or .parquet file with the labels of the images in PATH (as data.labels). Data sets only."""
     workers: Annotated[AutoInt, Range(1, 1024)] = "auto"
     """Processes that decode. Data sets only. `auto`: one per core."""
     source: SourceName = "auto"
@@ -44,9 +46,10 @@ COMMAND = Command(
         checksums, and print the hash of the newest state: parameters, buffers and optimizer.
         Two runs with the same hash have the same bits.
 
-        Or check a data set (folders of images, .tar, packed set, idx, CIFAR, npz): decode
-        every sample as a run would, and list truncated, damaged, oversized and mislabelled
-        files, and files that are in both splits.
+        Or check a data set (folders of images, .tar, packed set, label file, idx, CIFAR,
+        npz): decode every sample as a run would, and list truncated, damaged, oversized and
+        mislabelled files, files that are in both splits, and every row of a label file that
+        cannot be used.
 
         Exit code 0: no problems. 1: problems, all of them listed.
     """,
@@ -54,6 +57,7 @@ COMMAND = Command(
     examples="""
   drumline verify runs/photos-resnet50-1
   drumline verify photos --list broken.tsv
+  drumline verify photos --labels labels.csv
 """,
 )
 
@@ -93,7 +97,8 @@ def _verify_dataset(path: Path, options: Options) -> int:
     listing = Path(options.list) if options.list else None
     if listing:
         check_output("--list", listing)
-    report = verify_dataset(path, options.source, None if options.workers == "auto" else options.workers)
+    workers = None if options.workers == "auto" else options.workers
+    report = verify_dataset(path, options.source, workers, options.labels)
     for line in describe(report):
         print(line)
     if listing:

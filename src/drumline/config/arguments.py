@@ -79,7 +79,7 @@ def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Opti
     """Reads the arguments of a command that has no recipe."""
     known = fields_of(kind)
     positional = [field for field in known.values() if field.default is MISSING]
-    line = _read(argv, command, known, {})
+    line = _read([_as_option(text, known) for text in argv], command, known, {})
     if len(line.arguments) < len(positional) and not line.errors:
         given = f", not only {shlex.join(line.arguments)}" if line.arguments else ""
         needed = [field.name.upper() for field in positional]
@@ -98,6 +98,16 @@ def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Opti
         last = len(positional) - 1
         arguments = [*arguments[:last], tuple(arguments[last:])]
     return kind(*arguments, **{name: setting.value for name, setting in line.settings.items()})
+
+
+def _as_option(text: str, options: Mapping[str, Field]) -> str:
+    """`data.labels=FILE`, as the commands that run a recipe take it, for `--labels=FILE`; and the plain path for
+    `data.path=DATA`."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    section, _, key = name.partition(".")
+    if section != "data" or not equals:
+        return text
+    return value if key == "path" else f"--{key.replace('_', '-')}={value}" if key in options else text
 
 
 def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invocation[Options]:

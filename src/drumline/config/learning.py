@@ -40,6 +40,10 @@ class Data:
     path: Annotated[str, PerMachine(path=True)] = ""
     """Folder or file with the data. A folder or tar file contains `train/<class>/` and `val/<class>/`, or class
     folders alone together with `holdout`."""
+    labels: Annotated[str, PerMachine(path=True)] = ""
+    """File with the labels of the images: .csv, .tsv or .parquet with the columns `path`, `label` and, unless
+    `holdout` or `folds` divides the data, `split` (train, val or test). Its paths start from `data.path`, or from its
+    own folder if that is empty. Empty: folders are the labels."""
     batch: Annotated[int, Range(1)] = 128
     """Global batch: samples per optimizer step, over all processes and accumulation steps together."""
     size: Annotated[AutoInt, Range(1)] = "auto"
@@ -89,8 +93,15 @@ class Data:
     cutmix: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
     """Alpha of cutmix's Beta distribution. 0: off. If `mixup` is on too, each pair of samples uses one of the two."""
     holdout: Fraction = 0.0
-    """Fraction of the training samples to set aside for evaluation if the data has no evaluation split. The choice
-    depends on a sample's position only, not on the seed."""
+    """Fraction of the training samples to set aside for evaluation if the data has no evaluation split, the same
+    fraction of each class. The choice depends on a sample's position and on `split_seed`, not on `run.seed`."""
+    folds: Annotated[int, Range(2, 1000, or_zero=True)] = 0
+    """Folds of a cross-validation, for data without an evaluation split: each class is divided as evenly as possible.
+    Fold number `fold` is for evaluation and the others train. 0: off."""
+    fold: Annotated[int, Range(0)] = 0
+    """Which of the `folds` is for evaluation, from 0."""
+    split_seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Which of the possible divisions `holdout` and `folds` make."""
     balance: Literal["none", "sqrt", "balanced"] = "none"
     """How often an epoch draws each class. `none`: each sample once. `balanced`: all classes equally often. `sqrt`:
     in proportion to the square root of their samples, halfway between the two. The epoch keeps its length: samples of

@@ -110,6 +110,21 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         )
     if data.source != "auto" and source_named(data.source).needs_path and not data.path:
         yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
+    if data.labels and data.source not in ("auto", "labels"):
+        yield Problem(
+            "data.labels", f"data.source = {data.source} has labels of its own", "remove one of the two"
+        )
+    if data.folds and data.holdout:
+        yield Problem(
+            "data.folds", f"data.holdout = {data.holdout:g} divides the data too", "remove one of them"
+        )
+    if data.fold >= max(data.folds, 1):
+        what = (
+            f"data.folds = {data.folds} has folds from 0 to {data.folds - 1}"
+            if data.folds
+            else "data.folds is 0"
+        )
+        yield Problem("data.fold", what, "give a smaller one" if data.folds else "set data.folds, such as 5")
     # The short side before the evaluation's crop has to be within the limit too.
     if data.size != "auto" and data.size > (most := int(MAX_SIDE * data.eval_crop)):
         yield Problem("data.size", "too large", f"give at most {most}")

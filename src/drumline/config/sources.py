@@ -38,6 +38,13 @@ SOURCES: dict[str, Source] = {
         may_hold_out=True,
         class_folders=True,
     ),
+    "labels": Source(
+        "drumline.data.sources.labels:open_labels",
+        "a label file (.csv, .tsv, .parquet), or the folder that the paths in `labels` start from",
+        detect="drumline.data.sources.labels:is_labels",
+        needs_path=False,
+        may_hold_out=True,
+    ),
     "tar": Source(
         "drumline.data.sources.tar:open_tar",
         "an uncompressed .tar of such folders, read in place",

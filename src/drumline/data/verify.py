@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,7 +30,6 @@ from drumline.core.progress import progress
 from drumline.data.image.decode import FORMATS, TooLarge, decode
 from drumline.data.image.jpeg import read_header, stream_fault
 from drumline.data.packed.format import SPLITS
-from drumline.data.reading import patiently, read_whole
 from drumline.data.sources import (
     ArrayDataset,
     Dataset,
@@ -40,8 +38,9 @@ from drumline.data.sources import (
     detect_source,
     open_dataset,
 )
-from drumline.data.sources.base import NoEvalSplit, describe_skipped
-from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
+from drumline.data.sources.base import Fault, FaultyData, NoEvalSplit, describe_skipped
+from drumline.data.sources.folder import EVAL_FOLDERS
+from drumline.data.sources.loose import LooseFiles
 from drumline.data.sources.packed import PackedArrays, PackedFiles
 
 BAD = (
@@ -54,6 +53,15 @@ BAD = (
     "damaged",
     "bomb",
     "unsupported",
+    "missing",  # rows of a label file: all of these keep a run from starting
+    "ambiguous",
+    "no-path",
+    "no-label",
+    "two-labels",
+    "two-names",
+    "two-splits",
+    "unknown-split",
+    "unknown-class",
 )
 """Kinds that a run rejects."""
 WARNINGS = (
@@ -61,6 +69,9 @@ WARNINGS = (
     "mislabelled",  # the name says another format
     "passed-over",  # files of a split that are not images by their names
     "leak",  # an evaluation sample with the bytes of a training sample
+    "repeated-row",
+    "left-out",
+    "unlisted",
 )
 NOTES = {
     "animated": "only the first frame is used",
@@ -115,14 +126,16 @@ class DatasetReport:
         return sum(finding.kind in WARNINGS for finding in self.findings)
 
 
-def verify_dataset(path: Path, source: str = "auto", workers: int | None = None) -> DatasetReport:
+def verify_dataset(
+    path: Path, source: str = "auto", workers: int | None = None, labels: str = ""
+) -> DatasetReport:
     """Reads and decodes every sample of a data set, with `workers` processes (by default one per core).
 
     A path without data is a `UserError`. A split that does not open is a finding, and then all image files below its
     folder are checked.
     """
-    name = detect_source(source, str(path))
-    splits, findings = _open_splits(path, name)
+    name = detect_source(source, str(path), labels=labels)
+    splits, findings = _open_splits(path, name, labels)
     total = sum(len(split.source) for split in splits)
     workers = min(workers or usable_cores(), -(-total // CHUNK))
     digests = {split.name: np.zeros((len(split.source), 2), np.uint64) for split in splits}
@@ -253,40 +266,6 @@ def _png_fault(data: bytes) -> str:
 _FAULTS = {"JPEG": _jpeg_fault, "PNG": _png_fault}
 
 
-class _LooseFiles(EncodedDataset):
-    """All files below a folder that are images by their names, whatever the folders mean, sorted by path."""
-
-    def __init__(self, root: Path) -> None:
-        self.unreadable: list[tuple[str, str]] = []
-        self.paths: list[str] = []
-        seen: set[tuple[int, int]] = set()
-
-        def note(error: OSError) -> None:
-            self.unreadable.append((str(error.filename), str(error.strerror)))
-
-        for folder, folders, files in os.walk(root, onerror=note, followlinks=True):
-            status = os.stat(folder)  # noqa: PTH116 (os.walk gives strings)
-            if (status.st_dev, status.st_ino) in seen:  # a link back to a folder that was walked
-                folders.clear()
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            names = (name for name in files if name.lower().endswith(EXTENSIONS) and not name.startswith("."))
-            self.paths += (f"{folder}{os.sep}{name}" for name in sorted(names))
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def where(self, sample: int) -> str:
-        return self.paths[sample]
-
-    def read(self, sample: int) -> bytes:
-        path = Path(self.paths[sample])
-        if path.is_symlink() and not path.exists():
-            raise UserError(f"{path} is a broken link")
-        return patiently(lambda: read_whole(path), str(path))
-
-
 @dataclass(frozen=True)
 class _Split:
     name: str
@@ -300,13 +279,13 @@ class _Split:
         return f"{self.name} image {sample}"
 
 
-def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[DatasetFinding]]:
+def _open_splits(path: Path, name: str, labels: str) -> tuple[list[_Split], list[DatasetFinding]]:
     """The splits that can be examined, and a finding for each that a run could not open."""
     splits: list[_Split] = []
     findings: list[DatasetFinding] = []
     rejected: UserError | None = None
     for side in SPLITS:
-        spec = DatasetSpec(name, str(path), side)
+        spec = DatasetSpec(name, str(path), side, labels=labels)
         try:
             opened = open_dataset(spec)
             if isinstance(opened, PackedArrays):
@@ -314,24 +293,40 @@ def _open_splits(path: Path, name: str) -> tuple[list[_Split], list[DatasetFindi
             splits.append(_Split(side, spec, opened))
             if isinstance(opened, EncodedDataset) and (skipped := describe_skipped(opened)):
                 findings.append(DatasetFinding(side, -1, "passed-over", str(path), f"has {skipped}"))
+            if isinstance(opened, EncodedDataset) and len(splits) == 1:  # both splits remark the same
+                findings += _faults(side, opened.remarks)
         except NoEvalSplit:
             continue
         except UserError as error:
             if rejected is None or error.what != rejected.what:  # one fault may close both
-                reason = f"cannot be opened: {error.what}; fix: {error.fix}"
-                findings.append(DatasetFinding(side, -1, "unopened", str(path), reason))
+                if isinstance(error, FaultyData):
+                    findings += _faults(side, error.faults)
+                else:
+                    reason = f"cannot be opened: {error.what}; fix: {error.fix}"
+                    findings.append(DatasetFinding(side, -1, "unopened", str(path), reason))
             rejected = error
+    if name == "labels" and isinstance(rejected, FaultyData):
+        root = path if path.is_dir() else path.parent
+        return [_Split("images", root, LooseFiles(root))], findings
     if rejected is None or name != "folder":
         return splits, findings
     loose = _loose_splits(path)
     if not any(len(split.source) for split in loose):
         raise rejected
     for split in loose:
-        assert isinstance(split.source, _LooseFiles)
+        assert isinstance(split.source, LooseFiles)
         for folder, reason in split.source.unreadable:
             findings.append(DatasetFinding(split.name, -1, "unreadable", folder, f"cannot be read: {reason}"))
     flat = not any(entry.is_dir() for entry in path.iterdir() if not entry.name.startswith("."))
     return loose, [found for found in findings if not (flat and found.kind == "unopened")]
+
+
+def _faults(side: str, faults: Sequence[Fault]) -> list[DatasetFinding]:
+    return [
+        DatasetFinding(side, -1, fault.kind, where, reason)
+        for fault in faults
+        for where, reason in fault.items
+    ]
 
 
 def _loose_splits(path: Path) -> list[_Split]:
@@ -340,7 +335,7 @@ def _loose_splits(path: Path) -> list[_Split]:
     roots = {"images": path}
     if evaluation and (path / "train").is_dir():
         roots = {"train": path / "train", "eval": path / evaluation}
-    return [_Split(name, root, _LooseFiles(root)) for name, root in roots.items()]
+    return [_Split(name, root, LooseFiles(root)) for name, root in roots.items()]
 
 
 def _ranges(splits: list[_Split]) -> Iterator[tuple[_Split, int, int]]:
@@ -382,7 +377,7 @@ def _examine(task: tuple[DatasetSpec | Path, int, int]) -> list[Examination]:
 @lru_cache(maxsize=2)
 def _opened(spec: DatasetSpec | Path) -> Dataset:
     """The data in this process, opened for its first range."""
-    return _LooseFiles(spec) if isinstance(spec, Path) else open_dataset(spec, again=True)
+    return LooseFiles(spec) if isinstance(spec, Path) else open_dataset(spec, again=True)
 
 
 def _leaks(splits: list[_Split], digests: dict[str, NDArray[np.uint64]]) -> Iterator[DatasetFinding]:

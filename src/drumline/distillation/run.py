@@ -71,7 +71,7 @@ def _named(recipe: Recipe, world: World) -> Recipe:
     """The recipe with the name of the run folder that contains the phases."""
     name = recipe.run.name
     if name == "auto":
-        source = detect_source(recipe.data.source, recipe.data.path)
+        source = detect_source(recipe.data.source, recipe.data.path, labels=recipe.data.labels)
         name = world.broadcast_object(claim_name(recipe, source) if world.is_rank_zero else "")
     return replace(recipe, run=replace(recipe.run, name=name))
 

@@ -36,6 +36,7 @@ from drumline.data.sources import (
     EncodedDataset,
     detect_source,
     open_dataset,
+    spec_of,
 )
 from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped
 from drumline.parallel.strategy import uses_channels_last
@@ -83,10 +84,10 @@ class Sets:
         return [
             f"WARNING: the {side} set has {describe_skipped(source)}"
             for side, source in (
-                sides[:1] if self.train_spec.holdout else sides
-            )  # a holdout has the same folders
+                sides[:1] if self.train_spec.divides else sides
+            )  # both parts of divided data have the same folders
             if isinstance(source, EncodedDataset) and source.skipped
-        ] + class_warnings(self.train, self.eval)
+        ] + [*_remarks(self.train, self.eval), *class_warnings(self.train, self.eval)]
 
     @property
     def eval_batch(self) -> int:
@@ -178,9 +179,8 @@ def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
     all of it is the evaluation set."""
     data = recipe.data
     again = bool(claimed())  # a start of this very run has opened the data before
-    name = detect_source(data.source, data.path, again)
-    train_spec = DatasetSpec(source=name, path=data.path, split="train", holdout=data.holdout)
-    eval_spec = DatasetSpec(source=name, path=data.path, split="eval", holdout=data.holdout)
+    name = detect_source(data.source, data.path, again, data.labels)
+    train_spec, eval_spec = spec_of(data, name, "train"), spec_of(data, name, "eval")
     try:
         train, evaluation = open_dataset(train_spec, again), open_dataset(eval_spec, again)
     except (NoEvalSplit, NoTrainSplit):
@@ -260,6 +260,14 @@ def _reject_other_classes(train: Dataset, evaluation: Dataset) -> None:
             f"{describe_difference(known, here, unknown, ('the training split', 'the evaluation split'))}",
             "give both splits the same class names in the same order",
         )
+
+
+def _remarks(*sources: Dataset) -> list[str]:
+    """What each source remarks, once."""
+    remarks = (
+        str(each) for source in sources if isinstance(source, EncodedDataset) for each in source.remarks
+    )
+    return [f"WARNING: {remark}" for remark in dict.fromkeys(remarks)]
 
 
 def _resident(source: Dataset, transform: Transform, device: torch.device) -> ResidentSet | None:

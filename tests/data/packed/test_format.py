@@ -36,7 +36,7 @@ from drumline.data.packed.format import (
     write_manifest,
 )
 from drumline.data.sources import ArrayDataset, DatasetSpec, detect_source, open_dataset
-from drumline.data.sources.base import holdout_mask
+from drumline.data.sources.divide import holdout_mask
 from drumline.data.sources.packed import PackedArrays, PackedFiles
 
 NAMES = [b"a/1.jpg", "b/ünï 猫.jpg".encode(), b"b/\xff\xfe.jpg", b"", b"c/\n.png"]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from drumline.core.errors import LostError, UserError
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
-from drumline.data.sources.base import describe_skipped, holdout_mask
+from drumline.data.sources.base import describe_skipped
+from drumline.data.sources.divide import holdout_mask
 
 
 def put(root: Path, *names: str) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple, Self
 
@@ -32,7 +32,7 @@ from drumline.data.feed.loader import Batches, LoaderWorkers, batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.feed.sampler import Request, batch_part, evaluation_bounds, rank_slice
 from drumline.data.feed.transform import Transform, make_transform, normalization
-from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset
+from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset, spec_of
 
 
 class FeedBatch(NamedTuple):
@@ -71,7 +71,11 @@ def open_feed(
     randaugment: Sequence[int] = (),
     erasing: float = 0.0,
     transform: str = "",
+    labels: str | os.PathLike[str] = "",
     holdout: float = 0.0,
+    folds: int = 0,
+    fold: int = 0,
+    split_seed: int = 0,
     balance: Balance = "none",
     eval_crop: float = 0.875,
     resize: Literal["pillow12", "pillow13"] = "pillow12",
@@ -122,8 +126,9 @@ def open_feed(
         erasing: Probability that a rectangle of a training image is replaced by the mean colour.
         transform: Your own augmentation as "package.module:function", called as `function(image, rng)` for each
             training image: a uint8 array (height, width, channels) and a NumPy generator of its own.
-        holdout: Fraction of the samples to set aside for evaluation, for data without an evaluation split. Pass the
-            same value with `train=True` and `train=False`.
+        labels: A .csv, .tsv or .parquet file with the columns path, label and split; see data.labels.
+        holdout, folds, fold, split_seed: How to set samples aside for evaluation, for data without an evaluation
+            split. Pass the same values with `train=True` and `train=False`.
         balance: How often an epoch draws each class, as data.balance: "none" (each sample once), "sqrt", "balanced".
             `sample_ids` may repeat. Continue such an epoch with the same `batch`, which decides its order.
         eval_crop: Side of the evaluation crop, as a fraction of the resized short side.
@@ -141,9 +146,9 @@ def open_feed(
         seed, source=source, path=os.fspath(path), batch=batch, size="auto" if size is None else size,
         workers=workers, pool=pool, decode=decode, augment=augment, hflip=hflip, vflip=vflip, rotation=rotation,
         crop_scale=tuple(crop_scale), jitter=tuple(jitter), randaugment=tuple(randaugment), erasing=erasing,
-        transform=transform, holdout=holdout, balance=balance, eval_crop=eval_crop, resize=resize,
-        interpolation=interpolation,
-        strict=strict, bad_limit=bad_limit, exif=exif,
+        transform=transform, labels=os.fspath(labels), holdout=holdout, folds=folds, fold=fold, split_seed=split_seed,
+        balance=balance, eval_crop=eval_crop, resize=resize, interpolation=interpolation, strict=strict,
+        bad_limit=bad_limit, exif=exif,
     )  # fmt: skip
     rank, world = _rank_and_world(rank, world)
     if train and data.batch < world:
@@ -152,13 +157,9 @@ def open_feed(
             f"give at least {world}: batch is the global batch",
         )
     target = _device(device)
-    spec = DatasetSpec(
-        source=detect_source(data.source, data.path),
-        path=data.path,
-        split="train" if train else "eval",
-        holdout=data.holdout,
-        whole=not train and data.holdout == 0,
-    )
+    name = detect_source(data.source, data.path, labels=data.labels)
+    spec = spec_of(data, name, "train" if train else "eval")
+    spec = replace(spec, whole=not train and not spec.divides)
     dataset = open_dataset(spec)
     if train and len(dataset) < data.batch:
         raise UserError(

@@ -43,6 +43,7 @@ from drumline.data.packed.format import (
 from drumline.data.packed.stored import JPEG_QUALITY, store, stored_samples
 from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset
 from drumline.data.sources.base import NoEvalSplit
+from drumline.data.sources.labels import places
 
 PROGRESS = "progress.json"
 COMMIT_SECONDS = 5.0
@@ -61,13 +62,14 @@ def pack_set(
     workers: int,
     force: bool,
     say: Callable[[str], None],
+    labels: str = "",
 ) -> Path:
     """Packs both splits of a source into the folder `out`, or continues an interrupted pack of the same source."""
-    name = detect_source(source, path)
+    name = detect_source(source, path, labels=labels)
     out = Path(os.path.abspath(out.expanduser()))  # noqa: PTH100 (resolve() would follow a link at `out`)
     _check_overlap(name, path, out)
     _check_target(out, force)
-    job = _job(name, path, options)
+    job = _job(name, path, options, labels)
     partial = out.with_name(f"{out.name}.partial")
     with _writing(out), _locked(partial):
         for leftover in partial.glob("*.tmp"):
@@ -99,14 +101,15 @@ class _Job:
     digest: str
 
 
-def _job(name: str, path: str, options: PackOptions) -> _Job:
+def _job(name: str, path: str, options: PackOptions, labels: str) -> _Job:
     specs: dict[str, DatasetSpec] = {
-        split: DatasetSpec(name, path, split, options.holdout) for split in SPLITS
+        split: DatasetSpec(name, path, split, options.holdout, labels=labels) for split in SPLITS
     }
     sources = {"train": open_dataset(specs["train"])}
     with suppress(NoEvalSplit):
         sources["eval"] = open_dataset(specs["eval"])
-    names = {split: _names(source, path) for split, source in sources.items()}
+    root = str(places(specs["train"])[1] if name == "labels" else Path(path).expanduser())
+    names = {split: _names(source, root) for split, source in sources.items()}
     digest = hashlib.sha256(json.dumps([VERSION, JPEG_QUALITY, name, asdict(options)]).encode())
     for split, source in sources.items():
         digest.update(json.dumps([split, len(source), source.classes]).encode())
@@ -116,11 +119,10 @@ def _job(name: str, path: str, options: PackOptions) -> _Job:
     return _Job(name, path, options, specs, sources, names, digest.hexdigest())
 
 
-def _names(source: Dataset, path: str) -> list[bytes]:
+def _names(source: Dataset, root: str) -> list[bytes]:
     """Each sample's name within the source; arrays have none."""
     if isinstance(source, ArrayDataset):
         return [b""] * len(source)
-    root = str(Path(path).expanduser())
     names = []
     for sample in range(len(source)):
         where = source.where(sample)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Literal
 
+from drumline.config.learning import Data
 from drumline.config.sources import SOURCES, source_named
 from drumline.core.errors import UserError
 from drumline.data.reading import LONGER, patiently_opened
@@ -18,8 +20,8 @@ from drumline.data.sources.base import (
     EncodedDataset,
     MappedFiles,
     PooledDataset,
-    reject_holdout,
 )
+from drumline.data.sources.divide import reject_holdout
 
 __all__ = [
     "ArrayDataset",
@@ -31,6 +33,7 @@ __all__ = [
     "detect_source",
     "open_dataset",
     "open_same",
+    "spec_of",
 ]
 
 
@@ -56,10 +59,27 @@ def open_same(spec: DatasetSpec, digest: str) -> Dataset:
     return patiently_opened(opened, spec.path, again=True)
 
 
-def detect_source(source: str, path: str, again: bool = False) -> str:
+def detect_source(source: str, path: str, again: bool = False, labels: str = "") -> str:
     """The name of the source, with `auto` resolved by the data at the path: the digits if the path is empty, class
-    folders if no other source recognises it. `again` as for `open_dataset`."""
+    folders if no other source recognises it. With `labels`, a label file says what the images are. `again` as for
+    `open_dataset`."""
+    if labels and source == "auto":
+        return "labels"
     return patiently_opened(lambda: _detect(source, path), path, again, LONGER if again else ())
+
+
+def spec_of(data: Data, source: str, split: Literal["train", "eval"]) -> DatasetSpec:
+    """The split of a recipe's data, whose source has been detected."""
+    return DatasetSpec(
+        source=source,
+        path=data.path,
+        split=split,
+        holdout=data.holdout,
+        labels=data.labels,
+        folds=data.folds,
+        fold=data.fold,
+        split_seed=data.split_seed,
+    )
 
 
 def _open(spec: DatasetSpec) -> Dataset:

@@ -41,13 +41,12 @@ from drumline.data.sources.base import (
     DatasetSpec,
     Images,
     PooledDataset,
-    holdout_ids,
     image_array,
     label_array,
     numbered_classes,
-    reject_holdout,
     within_classes,
 )
+from drumline.data.sources.divide import holdout_ids, reject_holdout
 
 _IDX_PREFIX = {"train": "train", "eval": "t10k"}
 

@@ -1,7 +1,7 @@
 """What every dataset has: images or file bytes, labels and class names, by sample id.
 
 Promises: a sample id is a position in its dataset and always means the same image. A `DatasetSpec` is all that a
-loader process needs to open the dataset itself. Splits depend on positions alone, never on a seed.
+loader process needs to open the dataset itself.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +41,53 @@ class DatasetSpec:
     """Fraction set aside for evaluation, for data without an evaluation split."""
     whole: bool = False
     """Use every sample if the data does not have both splits, as `drumline eval` does."""
+    labels: str = ""
+    """A file that names the images, their labels and splits."""
+    folds: int = 0
+    """Folds of a cross-validation, instead of `holdout`; fold number `fold` is for evaluation."""
+    fold: int = 0
+    split_seed: int = 0
+    """Which of the possible divisions `holdout` and `folds` make."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether evaluation samples are to be taken from the training samples."""
+        return self.holdout > 0 or self.folds > 0
+
+
+class Fault(NamedTuple):
+    """One kind of thing that is wrong, or worth knowing, in a data set."""
+
+    kind: str
+    """For `drumline verify`."""
+    what: str
+    """What is said of the items, as a plural: "files do not exist"."""
+    items: Sequence[tuple[str, str]]
+    """Where, and what there: `a.jpg`, `is in no row`."""
+    number: int = 0
+    """How many there are, if one item stands for several."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(
+            f"{printable(where)} {printable(reason)}".strip() for where, reason in self.items[:3]
+        )
+        rest = len(self.items) - 3
+        count = self.number or len(self.items)
+        return f"{count:,} {self.what}: {shown}{f' and {rest:,} more' if rest > 0 else ''}"
+
+
+class FaultyData(UserError):
+    """Data that cannot be used, with everything that is wrong in it."""
+
+    faults: tuple[Fault, ...] = ()
+
+    @staticmethod
+    def of(where: str, faults: tuple[Fault, ...]) -> FaultyData:
+        """The error about these faults."""
+        fix = "correct these; `drumline verify` lists all of them"
+        error = FaultyData(f"{where} cannot be used: {'; '.join(map(str, faults))}", fix, "faulty-data")
+        error.faults = faults
+        return error
 
 
 class ArrayDataset:
@@ -93,6 +139,8 @@ class EncodedDataset(ABC):
 
     skipped: Mapping[str, int] = MappingProxyType({})
     """How many files are not images, by extension."""
+    remarks: Sequence[Fault] = ()
+    """What else was left out or looks odd."""
 
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
         assert labels.dtype == np.int64, labels.dtype
@@ -220,55 +268,6 @@ def map_file(file: Path) -> Images:
         raise open_error(file, error) from error
 
 
-def holdout_mask(labels: Labels, fraction: float) -> NDArray[np.bool_]:
-    """True for the samples that a holdout of `fraction` sets aside for evaluation.
-
-    The rule: within each class of n samples, those with the n x fraction (rounded half up) smallest hashes of
-    their position; at least one and at most n - 1, so a class of two or more is in both splits and a class
-    of one only in training. A hash rather than every k-th sample, because file names often repeat with a period
-    (views of an object, frames of a clip), and a regular choice would take the same view each time.
-    """
-    assert 0 < fraction < 1, fraction
-    labels = np.asarray(labels, dtype=np.int64)
-    exact = Fraction(repr(float(fraction))).limit_denominator(1_000_000)
-    counts = np.bincount(labels)
-    wanted = (2 * counts * exact.numerator + exact.denominator) // (2 * exact.denominator)
-    wanted = np.minimum(np.maximum(wanted, 1), np.maximum(counts - 1, 0))
-    order = np.lexsort((_hash(np.arange(len(labels), dtype=np.uint64)), labels))
-    rank_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
-    mask = np.zeros(len(labels), dtype=np.bool_)
-    mask[order] = rank_in_class < wanted[labels[order]]
-    return mask
-
-
-def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int64]:
-    """The ascending positions of the spec's split, for data without an evaluation split."""
-    if spec.holdout == 0:
-        if spec.split == "train" or spec.whole:
-            return np.arange(len(labels), dtype=np.int64)
-        raise NoEvalSplit(
-            f"{where} has no evaluation split, and data.holdout is 0",
-            fix="add --data.holdout 0.1 to set a tenth aside, or give the data an evaluation split",
-        )
-    mask = holdout_mask(labels, spec.holdout)
-    ids = np.flatnonzero(mask if spec.split == "eval" else ~mask).astype(np.int64)
-    if len(ids) == 0:
-        raise UserError(
-            f"{where}: data.holdout {spec.holdout:g} leaves nothing to evaluate: each class has one sample",
-            fix="add samples, or give the data an evaluation split",
-        )
-    return ids
-
-
-def reject_holdout(spec: DatasetSpec, where: str) -> None:
-    """Rejects a holdout for data with an evaluation split, which would be silently ignored."""
-    if spec.holdout:
-        raise UserError(
-            f"data.holdout is {spec.holdout:g}, but {where} has an evaluation split of its own",
-            fix="remove data.holdout",
-        )
-
-
 def image_array(images: NDArray[Any], what: str) -> Images:
     """Images as contiguous (N, H, W, C). Takes NHW, NHWC and NCHW."""
     if images.dtype != np.uint8:
@@ -354,11 +353,3 @@ def within_classes(labels: Labels, classes: tuple[str, ...], what: str) -> Label
             fix="use the same numbering of classes for training and evaluation",
         )
     return labels
-
-
-def _hash(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function: a bijection of 64-bit numbers without visible order."""
-    x = positions + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -26,9 +26,8 @@ from drumline.data.sources.base import (
     Labels,
     NoEvalSplit,
     NoTrainSplit,
-    holdout_ids,
-    reject_holdout,
 )
+from drumline.data.sources.divide import holdout_ids, reject_holdout
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 EVAL_FOLDERS = ("val", "valid", "validation", "test")
@@ -37,18 +36,20 @@ SPLIT_LIKE = ("train", "training", *EVAL_FOLDERS, "testing", "eval", "dev")
 
 
 class FolderDataset(EncodedDataset):
-    """Class folders on disk. Holds one block of file names, not a million strings: 1.28 million files take
-    about 50 MB. Each process that reads it scans the folders itself, some 1.4 s for as many."""
+    """Files on disk, as class folders or a label file name them. Holds one block of file names, not a million
+    strings: 1.28 million files take about 50 MB. Each process that reads it scans the folders itself, some 1.4 s for
+    as many."""
 
     def __init__(
         self,
         labels: Labels,
         classes: tuple[str, ...],
-        files: _Files,
+        files: Files,
         rows: NDArray[np.int64],
         others: Counter[str],
+        name: str = "folder",
     ) -> None:
-        super().__init__("folder", labels, classes)
+        super().__init__(name, labels, classes)
         self._files, self._rows, self.skipped = files, rows, others
 
     def read(self, sample: int) -> bytes:
@@ -92,7 +93,7 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
     classes = _class_folders(train_root)
     if eval_root is None:
         if spec.split == "eval" and train_root == str(Path(path, "train")):
-            _reject_misspelt(path, spec.holdout)
+            _reject_misspelt(path, spec.divides)
             if spec.whole:
                 raise NoEvalSplit(
                     f"{path} has a folder 'train' but no evaluation split",
@@ -114,7 +115,7 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
     return FolderDataset(labels, tuple(classes), files, np.arange(len(labels)), others)
 
 
-class _Files:
+class Files:
     """Paths as folders + one block of names: path i is folders[folder_of[i]] / names[ends[i-1]:ends[i]]."""
 
     def __init__(self, folders: Iterable[tuple[str, list[str]]]) -> None:
@@ -158,16 +159,16 @@ def _layout(path: str, whole: bool) -> tuple[str, str | None]:
     return path, None
 
 
-def _reject_misspelt(path: str, holdout: float) -> None:
+def _reject_misspelt(path: str, divides: bool) -> None:
     """Rejects a folder beside `train` with a misspelt name of an evaluation split, which would be ignored."""
     for entry in _entries(path):
         meant = near(entry.name, EVAL_FOLDERS)
         if meant and entry.is_dir() and any(inner.is_dir() for inner in _entries(entry.path)):
-            kind = UserError if holdout else NoEvalSplit
+            kind = UserError if divides else NoEvalSplit
             raise kind(
                 f"{path} has no evaluation split: is {entry.name!r} meant to be {meant[0]}?",
-                fix=f"rename it to {meant[0]}{' and remove data.holdout' if holdout else ''}, or move it elsewhere"
-                + ("" if holdout else " and add --data.holdout 0.1"),
+                fix=f"rename it to {meant[0]}{' and remove data.holdout' if divides else ''}, or move it elsewhere"
+                + ("" if divides else " and add --data.holdout 0.1"),
             )
 
 
@@ -198,7 +199,7 @@ def _class_folders(root: str) -> list[str]:
     return sorted(classes)
 
 
-def _scan(root: str, names: list[str], classes: list[str]) -> tuple[_Files, Labels, Counter[str]]:
+def _scan(root: str, names: list[str], classes: list[str]) -> tuple[Files, Labels, Counter[str]]:
     """All images of the class folders `names`, labelled by their place among `classes`; and other files' endings."""
     folders: list[tuple[str, list[str]]] = []
     labels: list[NDArray[np.int64]] = []
@@ -217,7 +218,7 @@ def _scan(root: str, names: list[str], classes: list[str]) -> tuple[_Files, Labe
         folders += found
         labels.append(np.full(count, number[name], dtype=np.int64))
         others += unknown
-    return _Files(folders), np.concatenate(labels), others
+    return Files(folders), np.concatenate(labels), others
 
 
 def _walk(top: str, unknown: Counter[str]) -> Iterator[tuple[str, list[str]]]:

@@ -34,10 +34,9 @@ from drumline.data.sources.base import (
     DatasetSpec,
     Images,
     MappedFiles,
-    holdout_ids,
     map_file,
-    reject_holdout,
 )
+from drumline.data.sources.divide import holdout_ids, reject_holdout
 
 SplitName = Literal["train", "eval"]
 CHECKED_ON_OPENING = 1 << 30

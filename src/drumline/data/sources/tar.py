@@ -24,10 +24,9 @@ from drumline.data.sources.base import (
     MappedFiles,
     NoEvalSplit,
     NoTrainSplit,
-    holdout_ids,
     map_file,
-    reject_holdout,
 )
+from drumline.data.sources.divide import holdout_ids, reject_holdout
 from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
 
 COMPRESSED = {

@@ -1,0 +1,296 @@
+"""Image files that a label file names (`data.labels`): a CSV, TSV or Parquet table of paths, labels and splits.
+
+Promises: classes are sorted by name, or by value where all labels are whole numbers; samples are sorted by class,
+folder and file name. So the order of the rows means nothing, and a file that lists class folders gives the ids and
+labels of the folder source. Nothing is dropped in silence: files that do not exist, images with two labels or in two
+splits, empty labels, unknown splits and evaluation classes without training samples are rejected, all at once;
+repeated rows, rows of an unused split and images that no row names are reported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from drumline.core.errors import UserError
+from drumline.data.reading import USERS, open_error
+from drumline.data.sources.base import (
+    DatasetSpec,
+    Fault,
+    FaultyData,
+    Labels,
+    NoEvalSplit,
+    NoTrainSplit,
+)
+from drumline.data.sources.divide import holdout_ids, reject_holdout
+from drumline.data.sources.folder import EXTENSIONS, Files, FolderDataset
+from drumline.data.sources.label_file import ENDINGS, LabelFile, Row, read_label_file
+
+TRAIN, VAL, TEST = "train", "val", "test"
+SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("val", "valid", "validation", "eval", "evaluation", "dev"), VAL),
+    **dict.fromkeys(("test", "testing"), TEST),
+}
+"""The values of a split column, in any case. Evaluation uses val; test only if no row is val."""
+_WHOLE = re.compile(r"[+-]?\d+(\.0+)?")
+
+
+def is_labels(path: Path) -> bool:
+    """Whether a path is a label file by its name."""
+    return path.suffix.lower() in ENDINGS and path.is_file()
+
+
+def open_labels(spec: DatasetSpec) -> FolderDataset:
+    """The samples of a split: those of the column, or of `holdout` and `folds` where there are no evaluation rows."""
+    file, root = places(spec)
+    table = _Table(read_label_file(file), file, root, spec.whole)
+    return table.dataset(spec)
+
+
+def places(spec: DatasetSpec) -> tuple[Path, Path]:
+    """The label file, and the folder that its relative paths start from: data.path, or the file's own folder."""
+    path = Path(spec.path).expanduser()
+    if not spec.labels:
+        return path, path.parent
+    file = Path(spec.labels).expanduser()
+    if not spec.path:
+        return file, file.parent
+    if not path.is_dir():
+        raise UserError(
+            f"data.path {spec.path} is not a folder, but data.labels is set",
+            fix="give the folder that the paths in the label file start from",
+        )
+    if not file.exists() and (path / file).is_file():
+        raise UserError(
+            f"data.labels {spec.labels} does not exist here", fix=f"did you mean data.labels={path / file}?"
+        )
+    return file, path
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    folder: str
+    name: str
+    label: str
+    line: int
+
+
+class _Table:
+    """The rows of a label file, checked and resolved."""
+
+    def __init__(self, content: LabelFile, file: Path, root: Path, whole: bool) -> None:
+        self.file, self.root, self.whole = file, root, whole
+        self.has_splits = content.has_splits
+        self._listings: dict[str, _Listing] = {}
+        rows, unknown, unused = _by_split(content)
+        faults = [self._lines("unknown-split", "have an unknown split (use train, val or test)", unknown)]
+        every = [row for part in rows.values() for row in part]
+        faults.append(self._lines("no-label", "have no label", [(row, "") for row in every if not row.label]))
+        faults.append(self._lines("no-path", "have no path", [(row, "") for row in every if not row.path]))
+        self.images, repeated, resolving = self._resolve(
+            {split: [row for row in part if row.label and row.path] for split, part in rows.items()}
+        )
+        faults += resolving
+        trained = self.images[TRAIN] or self.images[VAL]
+        names = {image.label for image in trained}
+        self.classes, mapped, same = _class_names(names)
+        faults.append(
+            Fault(
+                "two-names",
+                "labels are the same number, written differently",
+                [(str(file), each) for each in same],
+            )
+        )
+        strange = Counter(image.label for image in self.images[VAL] if image.label not in names)
+        faults.append(
+            Fault(
+                "unknown-class",
+                "classes have evaluation rows but no training row",
+                [(str(file), f"{name!r} ({count:,} rows)") for name, count in sorted(strange.items())],
+            )
+        )
+        self._label_of = {name: number for number, each in enumerate(self.classes) for name in mapped[each]}
+        if faults := [fault for fault in faults if fault.items]:
+            raise FaultyData.of(str(file), tuple(faults))
+        self.remarks = (
+            self._lines("repeated-row", "repeat an image of another row and were dropped", repeated),
+            self._lines(
+                "left-out", "are of the split test and were left out, because there are val rows", unused
+            ),
+            self._unlisted(unused),
+        )
+
+    def dataset(self, spec: DatasetSpec) -> FolderDataset:
+        """The samples of the spec's split."""
+        train, evaluation = self.images[TRAIN], self.images[VAL]
+        if not train and not spec.whole:
+            raise NoTrainSplit(f"{self.file} has no rows of the split train", fix="add training rows")
+        if evaluation:
+            reject_holdout(spec, str(self.file))
+            return self._made(evaluation if spec.split == "eval" or not train else train, None)
+        if spec.whole and self.has_splits:
+            raise NoEvalSplit(
+                f"{self.file} has rows of the split train only",
+                fix="name the rows to score val, or remove the split column to score all of them",
+            )
+        return self._made(train, spec)
+
+    def _made(self, images: list[_Image], divided: DatasetSpec | None) -> FolderDataset:
+        key = sorted((self._label_of[each.label], each.folder, each.name) for each in images)
+        labels: Labels = np.array([label for label, _, _ in key], np.int64)
+        groups: list[tuple[str, list[str]]] = []
+        last = (-1, "")
+        for label, folder, name in key:
+            if (label, folder) != last:
+                groups.append((folder, []))
+                last = (label, folder)
+            groups[-1][1].append(name)
+        rows = np.arange(len(labels), dtype=np.int64)
+        if divided is not None:
+            rows = holdout_ids(labels, divided, str(self.file))
+        made = FolderDataset(labels[rows], self.classes, Files(groups), rows, Counter(), "labels")
+        made.remarks = tuple(fault for fault in self.remarks if fault.items)
+        return made
+
+    def _lines(self, kind: str, what: str, rows: Iterable[tuple[Row, str]]) -> Fault:
+        """A fault of whole rows."""
+        items = [
+            (f"{self.file}, line {row.line}", f"{row.path or 'no path'}{f' ({detail})' if detail else ''}")
+            for row, detail in rows
+        ]
+        return Fault(kind, f"rows {what}", items)
+
+    def _resolve(
+        self, rows: dict[str, list[Row]]
+    ) -> tuple[dict[str, list[_Image]], list[tuple[Row, str]], list[Fault]]:
+        """The images of each split; rows that repeat one; and what is wrong."""
+        images: dict[str, list[_Image]] = {TRAIN: [], VAL: []}
+        seen: dict[tuple[str, str], tuple[str, Row]] = {}
+        repeated: list[tuple[Row, str]] = []
+        missing: list[tuple[str, str]] = []
+        two_labels: list[tuple[str, str]] = []
+        two_splits: list[tuple[str, str]] = []
+        unclear: list[tuple[str, str]] = []
+        for split, part in rows.items():
+            for row in part:
+                folder, wanted = os.path.split(self._full(row.path))
+                found = self._listing(folder).find(wanted)
+                where = os.path.join(folder, wanted)  # noqa: PTH118 (a Path for each row costs more)
+                if len(found) != 1:
+                    reason = f"(line {row.line})" + (f" may be {' or '.join(found)}" if found else "")
+                    (unclear if found else missing).append((where, reason))
+                    continue
+                key = (folder, found[0])
+                first_split, first = seen.setdefault(key, (split, row))
+                if first is row:
+                    images[split].append(_Image(folder, found[0], row.label, row.line))
+                elif first.label != row.label:
+                    reason = f"is {first.label!r} in line {first.line} and {row.label!r} in line {row.line}"
+                    two_labels.append((where, reason))
+                elif first_split != split:
+                    two_splits.append((where, f"is in both: lines {first.line} and {row.line}"))
+                else:
+                    repeated.append((row, f"as line {first.line}"))
+        faults = [
+            Fault("missing", "files do not exist", missing),
+            Fault("ambiguous", "paths without an extension may be several files", unclear),
+            Fault("two-labels", "images have two labels", two_labels),
+            Fault("two-splits", "images are in the training and in the evaluation split", two_splits),
+        ]
+        return images, repeated, faults
+
+    def _full(self, path: str) -> str:
+        if os.sep == "/" and "\\" in path and "/" not in path:
+            path = path.replace("\\", "/")
+        return os.path.normpath(os.path.join(self.root, os.path.expanduser(path)))  # noqa: PTH111, PTH118
+
+    def _listing(self, folder: str) -> _Listing:
+        if folder not in self._listings:
+            self._listings[folder] = _Listing(folder)
+        return self._listings[folder]
+
+    def _unlisted(self, unused: list[tuple[Row, str]]) -> Fault:
+        """Images that no row names, in the folders of the rows and in all below the folder that these have in
+        common."""
+        named: dict[str, set[str]] = {}
+        for image in (image for part in self.images.values() for image in part):
+            named.setdefault(image.folder, set()).add(image.name)
+        top = os.path.commonpath(named)
+        for row, _ in unused:
+            folder, wanted = os.path.split(self._full(row.path))
+            named.setdefault(folder, set()).update(self._listing(folder).find(wanted))
+        items, count = [], 0
+        for folder in sorted({*named, *(folder for folder, _, _ in os.walk(top))}):
+            if rest := self._listing(folder).images() - named.get(folder, set()):
+                items.append((folder, f"({len(rest):,}, such as {min(rest)})"))
+                count += len(rest)
+        return Fault("unlisted", "images are in no row", items, count)
+
+
+class _Listing:
+    """The names in a folder; empty if it cannot be listed because it does not exist."""
+
+    def __init__(self, folder: str) -> None:
+        self.names: set[str] = set()
+        self._stems: dict[str, list[str]] | None = None
+        try:
+            with os.scandir(folder) as entries:
+                self.names = {entry.name for entry in entries if not entry.is_dir()}
+        except OSError as error:
+            if error.errno not in USERS:
+                raise
+            if isinstance(error, PermissionError):
+                raise open_error(folder, error) from error
+
+    def images(self) -> set[str]:
+        return {name for name in self.names if name.lower().endswith(EXTENSIONS) and not name.startswith(".")}
+
+    def find(self, wanted: str) -> list[str]:
+        """The file of that name, or those whose name it is without the extension."""
+        if wanted in self.names:
+            return [wanted]
+        if self._stems is None:
+            self._stems = {}
+            for name in sorted(self.images()):
+                self._stems.setdefault(os.path.splitext(name)[0], []).append(name)  # noqa: PTH122
+        return self._stems.get(wanted, [])
+
+
+def _by_split(
+    content: LabelFile,
+) -> tuple[dict[str, list[Row]], list[tuple[Row, str]], list[tuple[Row, str]]]:
+    """The training and evaluation rows, those with an unknown split, and those that are left out."""
+    if not content.has_splits:
+        return {TRAIN: content.rows, VAL: []}, [], []
+    rows: dict[str, list[Row]] = {TRAIN: [], VAL: [], TEST: []}
+    unknown = []
+    for row in content.rows:
+        split = SPLITS.get(row.split.lower())
+        if split is None:
+            unknown.append((row, f"split {row.split!r}"))
+        else:
+            rows[split].append(row)
+    test = rows.pop(TEST)
+    if rows[VAL]:
+        return rows, unknown, [(row, "") for row in test]
+    return {TRAIN: rows[TRAIN], VAL: test}, unknown, []
+
+
+def _class_names(labels: set[str]) -> tuple[tuple[str, ...], dict[str, list[str]], list[str]]:
+    """Class names in their order, the labels of each, and numbers that are written in two ways. `3.0` is 3, as
+    spreadsheets write it; `007` keeps its zeros."""
+    if not labels or not all(_WHOLE.fullmatch(label) for label in labels):
+        return tuple(sorted(labels)), {label: [label] for label in labels}, []
+    mapped: dict[str, list[str]] = {}
+    for label in sorted(labels):
+        mapped.setdefault(label.partition(".")[0], []).append(label)
+    numbers = Counter(int(name) for name in mapped)
+    same = [name for name in sorted(mapped) if numbers[int(name)] > 1]
+    return tuple(sorted(mapped, key=lambda name: (int(name), name))), mapped, same
