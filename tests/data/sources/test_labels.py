@@ -142,13 +142,21 @@ def test_whole_numbers_are_sorted_by_value_and_other_labels_as_text(
 @pytest.mark.parametrize(
     ("rows", "kind", "words"),
     [
-        ("a.jpg,cat,train\nno.jpg,cat,train\ngone/x.jpg,cat,val\n", "missing", "2 files do not exist"),
+        (
+            "a.jpg,cat,train\nno.jpg,cat,train\ngone/x.jpg,cat,val\n",
+            "missing",
+            "files that do not exist: 2 (",
+        ),
         ("a.jpg,cat,train\n./a.jpg,dog,train\n", "two-labels", "is 'cat' in line 2 and 'dog' in line 3"),
         ("a.jpg,cat,train\nx/../a.jpg,cat,val\n", "two-splits", "is in both: lines 2 and 3"),
-        ("a.jpg,cat,train\nb.jpg,,train\n", "no-label", "1 rows have no label"),
-        ("a.jpg,cat,train\n,cat,train\n", "no-path", "1 rows have no path"),
-        ("a.jpg,cat,train\nb.jpg,cat,maybe\nc.jpg,cat,\n", "unknown-split", "2 rows have an unknown split"),
-        ("a.jpg,cat,train\nb.jpg,fox,val\n", "unknown-class", "'fox' (1 rows)"),
+        ("a.jpg,cat,train\nb.jpg,,train\n", "no-label", "rows without a label: 1 ("),
+        ("a.jpg,cat,train\n,cat,train\n", "no-path", "rows without a path: 1 ("),
+        (
+            "a.jpg,cat,train\nb.jpg,cat,maybe\nc.jpg,cat,\n",
+            "unknown-split",
+            "rows with an unknown split (use train, val or test): 2 (",
+        ),
+        ("a.jpg,cat,train\nb.jpg,fox,val\n", "unknown-class", "'fox' (rows: 1)"),
         ("a.jpg,1,train\nb.jpg,01,train\n", "two-names", "written differently"),
         ("two,cat,train\na.jpg,cat,train\n", "ambiguous", "may be two.jpg or two.png"),
     ],
@@ -160,11 +168,17 @@ def test_what_a_run_cannot_use_is_rejected_and_listed_by_verify(
     with pytest.raises(FaultyData) as raised:
         opened(root, f"path,label,split\n{rows}")
     assert words in raised.value.what
-    assert [fault.kind for fault in raised.value.faults] == [kind]
+    assert [fault.kind for fault in raised.value.faults if fault.items] == [kind]
     report = verify_dataset(root, labels=str(root / "labels.csv"), workers=1)
     assert report.kinds[kind] == len(raised.value.faults[0].items)
     assert report.bad == report.kinds[kind]
     assert report.samples == 5
+
+
+def test_verify_lists_repeated_rows_beside_what_is_wrong(root: Path) -> None:
+    (root / "l.csv").write_text("path,label\na.jpg,cat\na.jpg,cat\nb.jpg,\n")
+    kinds = verify_dataset(root, labels=str(root / "l.csv"), workers=1).kinds
+    assert kinds == {"no-label": 1, "repeated-row": 1}
 
 
 def test_everything_that_is_wrong_is_reported_at_once(root: Path) -> None:
@@ -178,10 +192,10 @@ def test_what_is_left_out_is_reported(root: Path) -> None:
     text = THREE + "a.jpg,cat,train\nb.jpg,dog,train\n./a.jpg,cat,train\nd.jpg,bird,test\n"
     source = opened(root, text)
     assert listed(source) == [("a.jpg", "cat"), ("b.jpg", "dog")]
-    assert [(fault.kind, str(fault).split(":")[0]) for fault in source.remarks] == [
-        ("repeated-row", "3 rows repeat an image of another row and were dropped"),
-        ("left-out", "1 rows are of the split test and were left out, because there are val rows"),
-        ("unlisted", "3 images are in no row"),
+    assert [(fault.kind, str(fault).split(" (")[0]) for fault in source.remarks] == [
+        ("repeated-row", "rows that repeat an image of another row and were dropped: 3"),
+        ("left-out", "rows of the split test, left out because there are val rows: 1"),
+        ("unlisted", "images in no row: 3"),
     ]
     assert "other (2, such as e.jpg)" in str(source.remarks[2])
     report = verify_dataset(root, labels=str(root / "labels.csv"), workers=1)

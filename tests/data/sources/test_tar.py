@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from drumline.core.errors import UserError
 from drumline.data.sources import DatasetSpec, detect_source, open_dataset
-from drumline.data.sources.base import MappedFiles, holdout_mask
+from drumline.data.sources.base import MappedFiles
+from drumline.data.sources.divide import holdout_mask
 from drumline.data.sources.tar import members, open_tar
 from tests.data.sources.test_folder import FILES
 

@@ -61,7 +61,7 @@ class Fault(NamedTuple):
     kind: str
     """For `drumline verify`."""
     what: str
-    """What is said of the items, as a plural: "files do not exist"."""
+    """What the items are: "files that do not exist"."""
     items: Sequence[tuple[str, str]]
     """Where, and what there: `a.jpg`, `is in no row`."""
     number: int = 0
@@ -73,7 +73,7 @@ class Fault(NamedTuple):
         )
         rest = len(self.items) - 3
         count = self.number or len(self.items)
-        return f"{count:,} {self.what}: {shown}{f' and {rest:,} more' if rest > 0 else ''}"
+        return f"{self.what}: {count:,} ({shown}{f' and {rest:,} more' if rest > 0 else ''})"
 
 
 class FaultyData(UserError):
@@ -82,11 +82,11 @@ class FaultyData(UserError):
     faults: tuple[Fault, ...] = ()
 
     @staticmethod
-    def of(where: str, faults: tuple[Fault, ...]) -> FaultyData:
-        """The error about these faults."""
+    def of(where: str, faults: Sequence[Fault], remarks: Sequence[Fault] = ()) -> FaultyData:
+        """The error about these faults. `remarks` are for `drumline verify` only."""
         fix = "correct these; `drumline verify` lists all of them"
         error = FaultyData(f"{where} cannot be used: {'; '.join(map(str, faults))}", fix, "faulty-data")
-        error.faults = faults
+        error.faults = (*faults, *remarks)
         return error
 
 

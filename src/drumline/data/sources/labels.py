@@ -90,10 +90,16 @@ class _Table:
         self.has_splits = content.has_splits
         self._listings: dict[str, _Listing] = {}
         rows, unknown, unused = _by_split(content)
-        faults = [self._lines("unknown-split", "have an unknown split (use train, val or test)", unknown)]
+        faults = [
+            self._lines("unknown-split", "rows with an unknown split (use train, val or test)", unknown)
+        ]
         every = [row for part in rows.values() for row in part]
-        faults.append(self._lines("no-label", "have no label", [(row, "") for row in every if not row.label]))
-        faults.append(self._lines("no-path", "have no path", [(row, "") for row in every if not row.path]))
+        faults.append(
+            self._lines("no-label", "rows without a label", [(row, "") for row in every if not row.label])
+        )
+        faults.append(
+            self._lines("no-path", "rows without a path", [(row, "") for row in every if not row.path])
+        )
         self.images, repeated, resolving = self._resolve(
             {split: [row for row in part if row.label and row.path] for split, part in rows.items()}
         )
@@ -104,7 +110,7 @@ class _Table:
         faults.append(
             Fault(
                 "two-names",
-                "labels are the same number, written differently",
+                "labels that are the same number, written differently",
                 [(str(file), each) for each in same],
             )
         )
@@ -112,18 +118,19 @@ class _Table:
         faults.append(
             Fault(
                 "unknown-class",
-                "classes have evaluation rows but no training row",
-                [(str(file), f"{name!r} ({count:,} rows)") for name, count in sorted(strange.items())],
+                "classes with evaluation rows but no training row",
+                [(str(file), f"{name!r} (rows: {count:,})") for name, count in sorted(strange.items())],
             )
         )
         self._label_of = {name: number for number, each in enumerate(self.classes) for name in mapped[each]}
+        dropped = self._lines(
+            "repeated-row", "rows that repeat an image of another row and were dropped", repeated
+        )
         if faults := [fault for fault in faults if fault.items]:
-            raise FaultyData.of(str(file), tuple(faults))
+            raise FaultyData.of(str(file), faults, [dropped])
         self.remarks = (
-            self._lines("repeated-row", "repeat an image of another row and were dropped", repeated),
-            self._lines(
-                "left-out", "are of the split test and were left out, because there are val rows", unused
-            ),
+            dropped,
+            self._lines("left-out", "rows of the split test, left out because there are val rows", unused),
             self._unlisted(unused),
         )
 
@@ -162,10 +169,10 @@ class _Table:
     def _lines(self, kind: str, what: str, rows: Iterable[tuple[Row, str]]) -> Fault:
         """A fault of whole rows."""
         items = [
-            (f"{self.file}, line {row.line}", f"{row.path or 'no path'}{f' ({detail})' if detail else ''}")
+            (f"{self.file}, line {row.line}", f"({row.path or 'no path'}{f', {detail}' if detail else ''})")
             for row, detail in rows
         ]
-        return Fault(kind, f"rows {what}", items)
+        return Fault(kind, what, items)
 
     def _resolve(
         self, rows: dict[str, list[Row]]
@@ -199,10 +206,10 @@ class _Table:
                 else:
                     repeated.append((row, f"as line {first.line}"))
         faults = [
-            Fault("missing", "files do not exist", missing),
-            Fault("ambiguous", "paths without an extension may be several files", unclear),
-            Fault("two-labels", "images have two labels", two_labels),
-            Fault("two-splits", "images are in the training and in the evaluation split", two_splits),
+            Fault("missing", "files that do not exist", missing),
+            Fault("ambiguous", "paths without an extension that may be several files", unclear),
+            Fault("two-labels", "images with two labels", two_labels),
+            Fault("two-splits", "images in both the training and the evaluation split", two_splits),
         ]
         return images, repeated, faults
 
@@ -231,7 +238,7 @@ class _Table:
             if rest := self._listing(folder).images() - named.get(folder, set()):
                 items.append((folder, f"({len(rest):,}, such as {min(rest)})"))
                 count += len(rest)
-        return Fault("unlisted", "images are in no row", items, count)
+        return Fault("unlisted", "images in no row", items, count)
 
 
 class _Listing:
