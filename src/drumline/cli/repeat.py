@@ -62,7 +62,7 @@ def recipes(recipe: Recipe, count: int) -> list[Recipe]:
         from drumline.data.sources import detect_source
         from drumline.state.folder import auto_stem
 
-        source = detect_source(recipe.data.source, recipe.data.path)
+        source = detect_source(recipe.data.source, recipe.data.path, labels=recipe.data.labels)
         name = auto_stem(source, recipe.data.path, recipe.model.name)
     return [
         replace(

@@ -19,7 +19,7 @@ from drumline.config.recipe import Recipe
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes, OtherClasses, label_map
-from drumline.data.sources import ArrayDataset, Dataset, DatasetSpec, detect_source, open_dataset
+from drumline.data.sources import ArrayDataset, Dataset, detect_source, open_dataset, spec_of
 from drumline.inference.classifier import Picture
 from drumline.inference.images import find_images
 from drumline.state.folder import run_of
@@ -78,8 +78,8 @@ def verification_samples(
 
 def _evaluation_set(recipe: Recipe) -> Dataset:
     data = recipe.data
-    name = detect_source(data.source, data.path)
-    return open_dataset(DatasetSpec(source=name, path=data.path, split="eval", holdout=data.holdout))
+    name = detect_source(data.source, data.path, labels=data.labels)
+    return open_dataset(spec_of(data, name, "eval"))
 
 
 def _listed(dataset: Dataset, classes: Classes) -> list[Sample]:
