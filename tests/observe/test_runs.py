@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.cli import main
-from drumline.cli.runs import table
+from drumline.cli.runs import repeat_lines, table
 from drumline.core import lock
-from drumline.observe.runs import RunSummary, differences, find_runs, summarize
+from drumline.observe.runs import RunSummary, differences, find_runs, repeats, spread, summarize
 
 DIGITS = (
     "run.device=cpu",
@@ -73,6 +74,27 @@ def test_the_best_evaluation_is_the_one_that_the_run_found_best(tmp_path: Path) 
     assert (found.best_metric, found.best_value, found.best_epoch) == ("top1", 0.4, 2.0)
     never = text.replace("true", "false")
     assert summarize(run_folder(tmp_path / "c", START, never)).best_value is None
+
+
+def test_finished_runs_that_differ_only_in_their_seed_are_grouped() -> None:
+    def run(name: str, top1: float | None = 0.5, state: str = "finished", **settings: Any) -> RunSummary:
+        own = {"run.name": name, "optim.lr": 0.1} | {f"run.{key}": value for key, value in settings.items()}
+        return RunSummary(name, state, top1=top1, best_value=top1, best_epoch=1.0, settings=own)
+
+    runs = [
+        run("a0", 0.5, seed=0),
+        run("a1", 0.7, seed=1),
+        run("again1", 0.7, seed=1),
+        run("strict0", seed=0, strict=True),
+        run("a2", state="stopped", seed=2),
+    ]
+    (group,) = repeats(runs)
+    assert [each.path for each in group] == ["a0", "a1"]
+    lines = repeat_lines(group)
+    assert lines[1] == "a0 and 1 more that differ in run.seed: mean ± standard deviation"
+    assert lines[2] == "  top-1 at the end 60.00% ± 14.14% (50.00% to 70.00%)"
+    assert repeats(runs[1:]) == []
+    assert spread([0.5, None]) is None, "nothing is said about runs of which some have no score"
 
 
 def test_the_pause_before_a_resume_is_no_running_time(tmp_path: Path) -> None:

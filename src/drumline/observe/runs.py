@@ -150,14 +150,16 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def repeats(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
-    """The finished runs that differ in nothing but `run.seed`, in groups of two or more."""
-    groups: dict[str, list[RunSummary]] = {}
+    """The finished runs that differ in nothing but `run.seed`, in groups of two or more. Of runs with the same seed,
+    the first counts."""
+    groups: dict[str, dict[Any, RunSummary]] = {}
     for run in runs:
         if run.settings and run.state == "finished":
             own = {name: value for name, value in run.settings.items() if not name.startswith(_SAME_RUN)}
             own |= {"run.seed": None, "checkpoint.best": run.best_metric}
-            groups.setdefault(json.dumps(own, sort_keys=True, default=str), []).append(run)
-    return [group for group in groups.values() if len(group) > 1 and len(differences(group)[0]) == 1]
+            group = groups.setdefault(json.dumps(own, sort_keys=True, default=str), {})
+            group.setdefault(run.settings.get("run.seed"), run)
+    return [list(group.values()) for group in groups.values() if len(group) > 1]
 
 
 def _sections(text: str) -> tuple[float, float, str]:

@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 
 from drumline.core.text import printable
 from drumline.data.sources import Dataset, EncodedDataset
-from drumline.training.metrics import BINS, FIXED_POINT
+from drumline.training.metrics import FIXED_POINT
 from drumline.training.report import NO_CLASS, ClassScore, Report
 
 FEW = 40
@@ -23,25 +23,22 @@ FEW = 40
 WORST = 20
 """Classes that are listed if there are more."""
 PAIRS = 10
-"""Pairs of confused classes that are listed if there are more."""
+"""Pairs of confused classes that are listed if the matrix is too large."""
 _LONGEST = 32
 """Characters of a name in a table."""
 
 
 def summary(report: Report) -> str:
-    """The figures of the whole set in one line."""
+    """The figures of the whole set in one line, which fits 80 columns."""
     text = f"balanced accuracy {report.balanced_accuracy:.2%}, macro F1 {report.macro_f1:.2%}"
     if report.finite:
-        text += (
-            f", calibration error {report.calibration_error:.2%} ({BINS} bins), "
-            f"mean confidence {report.confidence:.2%}"
-        )
+        text += f", ECE {report.calibration_error:.2%}, confidence {report.confidence:.2%}"
     return text
 
 
 def class_lines(report: Report, width: int) -> list[str]:
-    """A table of the classes, the worst first; below it the confusion matrix if it fits or, of many classes, the most
-    confused pairs."""
+    """A table of the classes, the worst first; below it the confusion matrix if it fits, otherwise the most confused
+    pairs."""
     scored = sorted(
         (one for one in report.classes if one.samples), key=lambda one: (one.accuracy, -one.samples)
     )
@@ -50,9 +47,8 @@ def class_lines(report: Report, width: int) -> list[str]:
     lines = _class_table(shown, width)
     if many:
         lines.append(f"... and {len(scored) - WORST:,} more (in the JSON result)")
-        return [*lines, "", *_pair_lines(report, width)]
-    matrix = _matrix_lines(report, width)
-    return [*lines, "", *matrix] if matrix else lines
+    more = ([] if many else _matrix_lines(report, width)) or _pair_lines(report, width)
+    return [*lines, "", *more] if more else lines
 
 
 def _class_table(classes: Sequence[ClassScore], width: int) -> list[str]:
