@@ -104,9 +104,9 @@ def test_rows_of_a_report_are_classes_by_name(
 ) -> None:
     """The data has two of the three classes, in a different order from the model, and calls green images blue."""
     data = photos(tmp_path / "some", blue="green", red="red")
-    words = ["eval", str(weights), "--trust", f"model.name={RECORD.model}", f"data.path={data}"]
-    files = [f"--predictions={tmp_path / 'p.csv'}", f"--confusion={tmp_path / 'c.csv'}"]
-    assert main([*words, "data.workers=0", "--per-class", *files]) == 0
+    files = ["--predictions", str(tmp_path / "p.csv"), f"--confusion={tmp_path / 'c.csv'}"]
+    words = [f"model.name={RECORD.model}", f"data.path={data}", "data.workers=0"]
+    assert main(["eval", "--trust", *files, "--per-class", str(weights), *words]) == 0, "options come first"
     out, err = capfd.readouterr()
     classes = json.loads(out.splitlines()[-1])["per_class"]
     assert [(each["class"], each["samples"], each["correct"], each["predicted"]) for each in classes] == [

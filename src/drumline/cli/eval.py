@@ -17,6 +17,7 @@ from drumline.cli.train import announce
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, read_recipe
 from drumline.config.learning import Data
 from drumline.config.sources import names_code
+from drumline.config.fields import fields_of
 from drumline.core.errors import UserError
 from drumline.core.files import check_output
 from drumline.training.metrics import BINS, METRICS
@@ -111,6 +112,7 @@ HERE = (
 
 
 def main(argv: list[str]) -> int:
+    argv = _path_first(argv)
     if argv and _is_path(argv[0]):
         announce("eval", argv[0])
 
@@ -158,6 +160,17 @@ def read_invocation(argv: list[str]) -> Invocation[Options]:
             else "give a run folder, a checkpoint or a weights file as the first argument",
         )
     return invocation
+
+
+def _path_first(argv: list[str]) -> list[str]:
+    """The arguments with the options of `eval` that precede the path moved behind it."""
+    known, first = fields_of(Options), 0
+    while first < len(argv) and argv[first].startswith("--"):
+        name, equals, _ = argv[first].removeprefix("--").partition("=")
+        if (option := known.get(name.replace("-", "_"))) is None:
+            return argv
+        first += 1 if option.hint is bool or equals else 2
+    return [*argv[first:], *argv[:first]]
 
 
 def _is_path(text: str) -> bool:
