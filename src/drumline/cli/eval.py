@@ -15,9 +15,9 @@ from typing import Any
 from drumline.cli.help import Command
 from drumline.cli.train import announce
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, read_recipe
+from drumline.config.fields import fields_of
 from drumline.config.learning import Data
 from drumline.config.sources import names_code
-from drumline.config.fields import fields_of
 from drumline.core.errors import UserError
 from drumline.core.files import check_output
 from drumline.training.metrics import BINS, METRICS
