@@ -137,6 +137,14 @@ class Hidden(Counting):
         super().step()
 
 
+class Ahead(Counting):
+    """A wrapper, such as Lookahead."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+
+
 class Late(Counting):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()

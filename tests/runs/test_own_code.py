@@ -71,6 +71,7 @@ def test_later_commands_build_the_model_with_its_arguments(folder: Path) -> None
         "parallel.threads=1",
     )
     trained = train(folder, "run", *words, "model.name=resnet8", "model.args=stem:imagenet")
+    (folder / "own_code.py").unlink()  # only training needs it
     scored = result(drumline("eval", "runs/run", folder=folder))
     assert scored["top1"] == trained["top1"]
     file = "runs/run/weights/last.safetensors"

@@ -145,6 +145,11 @@ def test_scaled_gradients_are_unscaled() -> None:
     [
         ("tests.own_code:Hidden", "keeps calls in attributes of its own", "optimizer.state[parameter]"),
         ("tests.own_code:Listing", "keeps history, a list,", "optimizer.state[parameter]"),
+        (
+            "tests.own_code:Ahead",
+            "keeps the state of another optimizer inside it",
+            "optimizer.state[parameter]",
+        ),
         ("tests.own_code:Forgetful", "do not hold the parameters", "pass all parameters on"),
         (
             "tests.own_code:no_optimizer",

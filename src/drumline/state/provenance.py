@@ -53,6 +53,8 @@ HARMLESS = re.compile(
 PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
 COMPARED = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 """Packages whose versions all ranks of a run must share."""
+LIBRARIES = ("torchvision", "timm")
+"""Packages whose versions matter if a recipe names something in them."""
 IRRELEVANT_TO_BITS = (
     "run.dir",
     "run.name",
@@ -154,12 +156,17 @@ def software(recipe: Recipe) -> dict[str, str]:
     """Versions, and digests of code. All processes of a run must have the same."""
     found = {"Python": platform.python_version()} | {name: package_version(name) for name in COMPARED}
     named = (recipe.model.name, recipe.data.source, *recipe.distill.teacher)
-    for library in ("torchvision", "timm"):
+    for library in LIBRARIES:
         if any(name.startswith(f"{library}/") for name in named):
             found[library] = package_version(library)
     found["drumline's source code"] = code_digest(OURS)
-    own = named_code(recipe).values()
-    return found | {f"the code of {name}": module_digest(name) for names in own for name in names}
+    for name in dict.fromkeys(name for names in named_code(recipe).values() for name in names):
+        package = name.partition(":")[0].partition(".")[0]
+        if package in (*COMPARED, *LIBRARIES):  # such as torch.optim:NAdam
+            found[package] = package_version(package)
+        else:
+            found[f"the code of {name}"] = module_digest(name)
+    return found
 
 
 def package_version(name: str) -> str:

@@ -75,11 +75,14 @@ class OwnLoss:
                 f"{self.title}: cannot be called as {CALLED}; its signature is {signature_of(loss)}",
                 "take logits and labels as the first two parameters, and give the others defaults",
             )
-        self._loss = loss
+        self._loss, self._device = loss, device
         self._try(classes, device)
         self._versions = self._buffer_versions()
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.device != self._device and isinstance(self._loss, nn.Module):
+            self._loss.to(logits.device)  # the last stage of a model may be elsewhere
+            self._device, self._versions = logits.device, self._buffer_versions()
         with autocast(logits.device, FP32):
             losses = self._loss(logits, labels)
         if not isinstance(losses, Tensor) or losses.shape != labels.shape:

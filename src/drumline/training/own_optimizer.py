@@ -56,7 +56,9 @@ def own_optimizer(optim: Optim, groups: list[dict[str, Any]]) -> OwnOptimizer:
         )
     if all(group["factor"] == 1 for group in groups):
         kept.remove("factor")
-    plain = [{key: value for key, value in group.items() if key in kept} for group in groups]
+    plain = [
+        {key: value for key, value in group.items() if key in kept} for group in groups if group["params"]
+    ]
 
     def make() -> torch.optim.Optimizer:
         try:
@@ -253,6 +255,8 @@ def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
     finally:
         for p in parameters:
             p.grad = None
+    if any(isinstance(each, torch.optim.Optimizer) for each in vars(trial).values()):
+        raise _unsaved(title, "the state of another optimizer inside it,")
     if changed := [name for name, value in _simple(vars(trial)).items() if attributes.get(name) != value]:
         raise _unsaved(title, f"{', '.join(changed)} in attributes of its own")
     slots = [dict(trial.state.get(p, {})) for p in parameters]

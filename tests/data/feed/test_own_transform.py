@@ -113,6 +113,14 @@ def test_a_sample_has_the_same_pixels_in_any_batch_and_others_in_another_epoch()
     assert not torch.equal(make_batch(source, transform, SEED + 1, Request(1, ids)).batch.images, whole)
 
 
+def test_a_sample_that_is_drawn_twice_in_an_epoch_is_augmented_twice() -> None:
+    transform, ids = Transform(8, "none", own=NOISY), np.array([7, 7, 7])
+    request = Request(1, ids, repeats=np.array([0, 1, 0]))
+    first, second, third = make_batch(digits(), transform, SEED, request).batch.images
+    assert torch.equal(first, third)
+    assert not torch.equal(first, second)
+
+
 def test_a_class_is_constructed_and_may_write_to_its_image() -> None:
     source, request = digits(), Request(0, np.arange(5))
     assert isinstance(source, ArrayDataset)
