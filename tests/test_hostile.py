@@ -156,6 +156,7 @@ FORBIDDEN = {
         "data/sources/custom.py",
         "launch/worker.py",
         "parallel/strategy.py",
+        "state/pretrained.py",
     ),
     r"\bshell=True": (),
 }

@@ -145,7 +145,8 @@ ON_PHOTOS = ("data.path=photos", "data.batch=4", "model.name=resnet8", "run.devi
 def test_weights_and_sizes_are_checked_as_the_run_checks_them(capsys: pytest.CaptureFixture[str]) -> None:
     photos()
     other = weights("other.safetensors", "resnet14")
-    assert "does not fit" in dry(capsys, *ON_PHOTOS, f"model.weights={other}", code=2)
+    said = dry(capsys, *ON_PHOTOS, f"model.weights={other}", code=2)
+    assert "model.name = resnet8, but model.weights = other.safetensors are weights of resnet14" in said
     nan = weights("nan.safetensors", nan=True)
     assert "NaN" in dry(capsys, *ON_PHOTOS, f"model.weights={nan}", code=2)
     birds = weights("birds.safetensors", classes=("owl", "tit", "auk"))

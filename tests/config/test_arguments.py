@@ -358,3 +358,20 @@ def test_a_recipe_built_from_its_sections_is_checked_in_the_same_way() -> None:
     assert "data.batch = '64': expected a whole number" in str(refused.value)
     with pytest.raises(UserError, match=r"optim\.lr = -1\.0: too small\n  fix: give at least 0"):
         Recipe(optim=Optim(lr=-1.0)).check()
+
+
+def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -> None:
+    def given(*words: str) -> tuple[str, float]:
+        recipe = read_recipe(list(words), "train", RecipeOptions).recipe
+        return recipe.model.weights, recipe.optim.head_lr
+
+    assert given("finetune=w.pth") == given("--finetune", "w.pth") == ("w.pth", 10.0)
+    assert given("finetune=w.pth", "optim.head_lr=1") == given("optim.head_lr=1", "finetune=w.pth")
+    assert given("finetune=w.pth", "optim.head_lr=1") == ("w.pth", 1.0)
+    file = tmp_path / "r.toml"
+    file.write_text("[optim]\nhead_lr = 3.0\n")
+    assert given(str(file), "finetune=w.pth") == ("w.pth", 3.0)
+    with pytest.raises(UserError, match="both name weights"):
+        given("finetune=w.pth", "model.weights=v.pth")
+    with pytest.raises(UserError, match="names no weights"):
+        given("finetune=")

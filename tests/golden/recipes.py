@@ -95,7 +95,8 @@ TRAIN = {
     "synthetic": "data.source=synthetic data.path=classes=5,size=12,samples=64 data.batch=16 "
     "model.name=cifar/shufflenet_v2 data.augment=crop-flip run.seed=3",
     "custom-arrays": "data.source=golden_own:Arrays data.batch=12 model.classes=6 model.weights=tiny.safetensors "
-    "optim.schedule=constant",
+    "optim.schedule=constant data.size=10 data.mean=0.40588235294117647,0.4032892156862745,0.40445016339869283 "
+    "data.std=0.22215327169449356,0.22098563471708652,0.222695654305018",  # the data's own, not the weights'
     "custom-files": "data.source=golden_own:Files data.path=photos data.size=12 data.batch=6 data.mean=0.5,0.4,0.3 "
     "data.std=0.2,0.2,0.3",
 }

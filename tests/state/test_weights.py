@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 from collections.abc import Callable
@@ -55,6 +56,10 @@ def same(left: nn.Module, right: State) -> bool:
         lambda s: {key.replace("layer1.", "layer1._orig_mod."): value for key, value in s.items()},
         lambda s: {"state_dict": {f"model.{key}": value for key, value in s.items()}, "hyper_parameters": {}},
         lambda s: {f"net.module.{key}": value for key, value in s.items()},
+        lambda s: {"model_ema": {f"module.{key}": value for key, value in s.items()}},
+        lambda s: {f"module.{key}": value for key, value in s.items()} | {"n_averaged": torch.tensor(3)},
+        lambda s: {"state_dict": s, "state_dict_ema": {key: value + 1 for key, value in s.items()}},
+        lambda s: {"state_dict": s, "args": argparse.Namespace(lr=0.1, data="photos")},
     ],
 )
 def test_every_usual_layout_of_a_pytorch_file_is_read(
@@ -368,3 +373,31 @@ def test_the_weights_folder_of_a_run_is_its_weights(tmp_path: Path) -> None:
     assert resolve_weights(tmp_path).name == "last.safetensors"
     (tmp_path / "best.safetensors").touch()
     assert resolve_weights(tmp_path).name == "best.safetensors"
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.pth.tar"])
+def test_other_usual_names_of_pytorch_files_are_read(name: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": state()}, tmp_path / name)
+    ours = model()
+    load_weights(ours, tmp_path / name)
+    assert same(ours, state())
+
+
+def test_weights_without_a_classifier_load_if_it_may_be_initialised(tmp_path: Path) -> None:
+    headless = {key: value for key, value in state().items() if not key.startswith("fc.")}
+    save_file(headless, tmp_path / "w.safetensors")
+    report = load_weights(model(), tmp_path / "w.safetensors", strict_head=False)
+    assert report.reinitialised == ("fc.weight", "fc.bias")
+    assert "it has no classifier" in report.notes[0]
+    with pytest.raises(UserError, match=r"2 tensors are missing \(fc.weight, fc.bias\)"):
+        load_weights(model(), tmp_path / "w.safetensors")
+
+
+def test_a_classifier_with_some_of_the_classes_is_initialised_whole_and_that_is_reported(
+    tmp_path: Path,
+) -> None:
+    theirs, ours = Classes(("cat", "dog", "owl"), True), Classes(("cat", "dog", "tit", "auk"), True)
+    record = ModelRecord("resnet8", 3, theirs, 8, (0.5,), (0.5,), 0.875, "pillow12", "bilinear", "ignore")
+    export_tensors(state(classes=3), tmp_path / "w.safetensors", record)
+    report = load_weights(model(classes=4), tmp_path / "w.safetensors", strict_head=False, classes=ours)
+    assert "so are the rows of 2 classes that both have" in report.notes[0]

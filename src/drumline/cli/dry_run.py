@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, describe, named_code
+from drumline.config.fields import with_values
 from drumline.config.sources import names_code
 from drumline.core.errors import UserError, combined
 from drumline.core.text import counted, message
@@ -29,13 +30,32 @@ if TYPE_CHECKING:
 def show(invocation: Invocation[RecipeOptions], command: Literal["train", "distill", "eval"]) -> int:
     """Prints the recipe on stdout and what would happen on stderr. Raises a `UserError` with everything that would
     end the run."""
+    errors: list[UserError] = []
+    try:
+        invocation = _resolved(invocation, command)
+    except UserError as error:
+        errors.append(error)
     print(describe(invocation.recipe, invocation.origins), end="", flush=True)
-    for line in _what_would_happen(invocation, command):
+    for line in _what_would_happen(invocation, command, errors):
         print(message(line), file=sys.stderr)
     return 0
 
 
-def _what_would_happen(invocation: Invocation[RecipeOptions], command: str) -> list[str]:
+def _resolved(invocation: Invocation[RecipeOptions], command: str) -> Invocation[RecipeOptions]:
+    """With the fields that the weights decide."""
+    from drumline.training.model import resolve_model
+
+    recipe = invocation.recipe
+    decided = resolve_model(recipe, images=command != "eval")
+    origin = f"of {recipe.model.weights}" if recipe.model.weights else "the default model"
+    origins = {**invocation.origins, **dict.fromkeys(decided, origin)}
+    return replace(invocation, recipe=with_values(recipe, decided), origins=origins)
+
+
+def _what_would_happen(
+    invocation: Invocation[RecipeOptions], command: str, errors: list[UserError]
+) -> list[str]:
+    """Lines about each check. `errors` are those that were found before."""
     run = _DryRun(invocation, to_score=command == "eval")
     checks = {
         "train": (run.data, run.best_metric, run.own_code, run.model, run.processes, run.folder),
@@ -51,8 +71,9 @@ def _what_would_happen(invocation: Invocation[RecipeOptions], command: str) -> l
         "eval": (run.data, run.scored, run.processes),
     }
     lines: list[str] = []
-    errors = []
     for check in checks[command]:
+        if errors and check in (run.model, run.scored):
+            continue  # it has no name
         try:
             lines += check()
         except UserError as error:

@@ -17,6 +17,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.arguments import Invocation, RecipeOptions
+from drumline.config.fields import with_values
 from drumline.config.limits import Range
 from drumline.config.recipe import Recipe
 from drumline.config.toml import dump_recipe
@@ -57,6 +58,9 @@ def recipes(recipe: Recipe, count: int) -> list[Recipe]:
             f"{recipe.checkpoint.resume}",
             "remove checkpoint.resume; to start from trained weights, give model.weights",
         )
+    from drumline.training.model import resolve_model
+
+    recipe = with_values(recipe, resolve_model(recipe))
     name = run.name
     if name == "auto":
         from drumline.data.sources import detect_source

@@ -36,6 +36,7 @@ COMMAND = Command(
     examples="""
   drumline train data.path=photos model.name=resnet50
   drumline train data.path=photos --repeat 5   five seeds: mean and deviation
+  drumline train data.path=photos finetune=torchvision:resnet50
   drumline train recipe.toml optim.lr=0.2 --train.compile
   drumline train --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3
   drumline train recipe.toml --dry-run       show what would happen
@@ -73,7 +74,8 @@ def with_preset(argv: list[str]) -> list[str]:
 
 def run(argv: list[str], runs: Sequence[Recipe], job: str) -> int:
     """Trains a recipe, or several one after the other; returns the exit code. `argv` is the command line."""
-    announce(argv[0], runs[0].model.name)
+    model = runs[0].model
+    announce(argv[0], model.weights if model.name == "auto" else model.name)
     if len(runs) > 1:
         return repeat(runs, job)
 

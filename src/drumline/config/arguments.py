@@ -4,7 +4,7 @@ A command declares its options as a dataclass, as the recipe declares its fields
 docstring. `read_options` reads them; a field without a default is a positional argument, and a tuple takes all that
 are left. `read_recipe` reads the commands that run a recipe, `[RECIPE.toml] [section.key=value ...]
 [--section.key value ...] [--options]`: the command line overrides the file, the last of a repeated field counts, and
-every field of the result has an origin.
+every field of the result has an origin. `finetune=WEIGHTS` stands for model.weights and the fields of `FINETUNE`.
 
 Unknown names, wrong values, arguments without a name, a second file and everything that `rules.py` rejects are
 errors. All errors of a command line are reported at once, each with a fix. A recipe file cannot run code that the
@@ -37,6 +37,7 @@ from drumline.config.fields import (
     value_of,
     with_values,
 )
+from drumline.config.finetune import FINETUNE, without_finetune
 from drumline.config.layouts import Problem, not_offered
 from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
@@ -113,10 +114,14 @@ def _as_option(text: str, options: Mapping[str, Field]) -> str:
 def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invocation[Options]:
     """Reads the arguments of a command that runs a recipe, and checks the recipe."""
     known = fields_of(kind)
+    argv, start = without_finetune(argv) if command in ("train", "distill") else (list(argv), None)
     line = _read(argv, command, known, recipe_fields())
     for option in (line.settings[name] for name in known if name in line.settings):
         if wrong := known[option.name].check(option.value):
             line.errors.append(UserError(f"{option.written}: {wrong.what}", wrong.fix))
+    if start is not None and "model.weights" in line.settings:
+        what = f"finetune={start} and {line.settings['model.weights'].written} both name weights"
+        line.errors.append(UserError(what, "give one of them"))
     if line.errors:
         raise combined(line.errors)
     options = kind(**{name: line.settings.pop(name).value for name in known if name in line.settings})
@@ -124,6 +129,12 @@ def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invoc
     if line.recipe_file:
         loaded = load_recipe(line.recipe_file)
         recipe, origins = loaded.recipe, dict(loaded.origins)
+    if start is not None:
+        given = {"model.weights": start} | {
+            name: value for name, value in FINETUNE.items() if name not in origins
+        }
+        recipe = with_values(recipe, given)
+        origins |= dict.fromkeys(given, "finetune")
     recipe = with_values(recipe, {name: setting.value for name, setting in line.settings.items()})
     origins |= dict.fromkeys(line.settings, COMMAND_LINE)
     if line.recipe_file and command in ("train", "distill"):

@@ -135,14 +135,18 @@ class Data:
 class Model:
     """The network."""
 
-    name: str = "resnet18"
+    name: str = "auto"
     """Architecture. A built-in model (`drumline doctor --models` lists them), `torchvision/NAME`, `timm/NAME`, or
-    your own `package.module:factory`, which is called as `factory(classes=N)`."""
+    your own `package.module:factory`, which is called as `factory(classes=N)`. `auto`: the model of `weights`;
+    without weights, resnet18."""
     args: Annotated[tuple[str, ...], MODEL_ARGUMENTS] = ()
     """Arguments of the model's factory besides the number of classes, as `drop_rate:0.1,drop_path_rate:0.05`. Stored
     with the weights."""
     weights: Annotated[str, PerMachine(path=True)] = ""
-    """Run folder, checkpoint or weights file (.safetensors, .pt, .pth) to start from."""
+    """What to start from: a run folder, a checkpoint, a weights file (.safetensors, .pt, .pth, .pth.tar, .bin), or
+    published weights of a library, as `torchvision:resnet50` or `timm:resnet50.a1_in1k`. Weights that say how their
+    images were prepared also set `data.size`, `mean`, `std`, `interpolation`, `eval_crop`, `resize` and `exif`, where
+    these have their defaults."""
     classes: Annotated[AutoInt, Range(2)] = "auto"
     """Outputs of the classifier. `auto`: the number of classes in the data."""
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from drumline.config.fields import with_values
 from drumline.config.recipe import Recipe
 from drumline.core import heartbeat
 from drumline.core.environment import RankInfo
@@ -87,6 +88,12 @@ def call(job: str, recipe: Recipe, world: World, options: Mapping[str, Any] = NO
     if name := claimed():
         mode = world.broadcast_object(restart_resume(recipe, name) if world.is_rank_zero else "")
         recipe = restart_recipe(recipe, name, mode)
+    from drumline.training.model import resolve_model
+
+    decided = world.broadcast_object(
+        resolve_model(recipe, images=job != "eval") if world.is_rank_zero else {}
+    )
+    recipe = with_values(recipe, decided)
     module, function = JOBS[job].split(":")
     return getattr(importlib.import_module(module), function)(recipe, world, **options)
 

@@ -1,14 +1,13 @@
-"""Loads and exports weights: safetensors, and PyTorch files without executing anything in them.
+"""Loads weights into a model, and exports them as safetensors.
 
 Promises: after `load_weights`, every tensor of the model comes from the file, except those that the report lists, and
-the classifier's rows are in the order of the requested classes. `export_weights` is atomic. Rejects files that hold
-more than tensors; weights of a different model, and names the model that they fit; and a classifier of different
-classes, unless it may be re-initialised.
+the classifier's rows are in the order of the requested classes. `export_weights` is atomic. Rejects weights of a
+different model, and names the model that they fit; and a classifier of different classes, unless it may be
+re-initialised.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ from drumline.core.files import CorruptError, write_file
 from drumline.core.text import counted, either
 from drumline.data.classes import Classes, OtherClasses, head_order
 from drumline.models.base import VisionModel
+from drumline.models.parts import head_name
 from drumline.models.registry import CIFAR, IMAGENET, create_model
-from drumline.state.checkpoint import known_sha256, read_group
 from drumline.state.manifest import MANIFEST, read_manifest
 from drumline.state.model_record import ModelRecord, metadata_record, record_of
-from drumline.state.shards import is_shard
-from drumline.state.tensors import file_metadata, read_tensors, write_tensors
-
-State = Mapping[str, Tensor]
+from drumline.state.pretrained import is_pretrained, pretrained_file, pretrained_record
+from drumline.state.tensors import file_metadata, write_tensors
+from drumline.state.weight_files import State, WeightFields, named_path, read_state, unwrapped_state
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,6 @@ class WeightReport:
     """How its classes were matched, and why a classifier is re-initialised."""
 
 
-@dataclass(frozen=True)
-class WeightFields:
-    """The recipe fields for weights and model, for messages. Calls from Python have none."""
-
-    weights: str = "model.weights"
-    name: str = "model.name"
-
-
 def load_weights(
     model: nn.Module,
     path: str | Path,
@@ -68,19 +58,23 @@ def load_weights(
 ) -> WeightReport:
     """Loads weights into a model, in place, from a file, a checkpoint or a run folder (see `resolve_weights`).
 
-    Accepts a state dict, also under `state_dict`, `model` or `model_state_dict`, and prefixes that all keys share,
-    such as those of DataParallel, DDP, torch.compile and Lightning. The model itself must not be wrapped. BatchNorm's
-    batch counters may be missing, as in old files. The classifier must have as many classes as the model. If
-    `classes` is given and the file has a record, they must be the same classes; rows in a different order are sorted
-    by name. A classifier of different classes is rejected, or not loaded if `strict_head` is false.
+    Accepts a state dict, also under `state_dict`, `model` or `model_state_dict` (or `model_ema` and the like, if
+    there is nothing else), and prefixes that all keys share, such as those of DataParallel, DDP, torch.compile and
+    Lightning. The model itself must not be wrapped. BatchNorm's batch counters may be missing, as in old files. The
+    classifier must have as many classes as the model. If `classes` is given and the file has a record, they must be
+    the same classes; rows in a different order are sorted by name. A classifier of different classes is rejected, or
+    not loaded if `strict_head` is false.
     """
     file = resolve_weights(path, fields)
     record = weights_record(file)
-    found = _unwrapped(_read(file, fields), model)
+    found = unwrapped_state(read_state(file, fields), model)
     fit = _fit(found, model)
+    if not strict_head and fit.missing == [key for key in _head_keys(model) if key in model.state_dict()]:
+        fit.head.update(dict.fromkeys(fit.missing, "it has no classifier"))
+        fit.missing.clear()
     if fit.missing or fit.unexpected or fit.misshapen:
         raise _misfit(file, found, model, fit, fields)
-    other, order, note = "; ".join(fit.head.values()), None, ""
+    other, order, note = "; ".join(dict.fromkeys(fit.head.values())), None, ""
     if record is not None and classes is not None:
         try:
             order, note = head_order(record.classes, classes)
@@ -97,6 +91,7 @@ def load_weights(
             fit.usable.pop(key, None)
         note = (
             f"the classifier ({', '.join(head)}) is re-initialised because {file} has different classes: {other}"
+            + _shared_names(record, classes)
             if head
             else f"the classifier was not found, and {file} has different classes: {other}"
         )
@@ -106,6 +101,20 @@ def load_weights(
         _sort_head(fit.usable, head, order, file)
     model.load_state_dict(fit.usable, strict=False)
     return WeightReport(file, len(fit.usable), tuple(head) if other else (), record, (note,) if note else ())
+
+
+def record_of_weights(path: str | Path, fields: WeightFields | None = None) -> ModelRecord | None:
+    """The record of a value of `model.weights`; None if the weights do not have one."""
+    if is_pretrained(str(path)):
+        return pretrained_record(str(path))
+    return weights_record(resolve_weights(path, fields))
+
+
+def fitting_models(path: str | Path, fields: WeightFields | None = None) -> list[str]:
+    """The built-in models that the tensors of a file fit, with any number of classes."""
+    with torch.device("meta"):
+        shell = nn.Identity()
+    return list(_fitting_names(unwrapped_state(read_state(resolve_weights(path, fields), fields), shell)))
 
 
 def weights_record(file: Path) -> ModelRecord | None:
@@ -124,18 +133,20 @@ def weights_record(file: Path) -> ModelRecord | None:
 
 
 def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Path:
-    """The weights file of a path: the file itself, or in a folder the first of `model.safetensors` (a checkpoint),
-    `weights/best.safetensors`, `weights/last.safetensors`, the model of the newest `checkpoints/step-N` (a run),
-    `best.safetensors` and `last.safetensors` (the `weights` of a run). A sharded model is represented by its first
-    shard.
+    """The weights file of a path: the file itself; of `torchvision:NAME` or `timm:NAME` the published one; or in a
+    folder the first of `model.safetensors` (a checkpoint), `weights/best.safetensors`, `weights/last.safetensors`,
+    the model of the newest `checkpoints/step-N` (a run), `best.safetensors` and `last.safetensors` (the `weights` of
+    a run). A sharded model is represented by its first shard.
     """
+    if is_pretrained(str(path)):
+        return pretrained_file(str(path))
     path = Path(path)
     if path.is_file():
         return path
     if not path.exists():
         raise UserError(
-            f"{_named(path, fields)}: no such file or folder",
-            fix="give a weights file, a checkpoint folder or a run folder",
+            f"{named_path(path, fields)}: no such file or folder",
+            fix="give a weights file, a checkpoint folder, a run folder, torchvision:NAME or timm:NAME",
         )
     plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
     inside = (path / "best.safetensors", path / "last.safetensors")
@@ -210,13 +221,19 @@ def _fit(found: State, model: nn.Module) -> _Fit:
     return fit
 
 
+def _shared_names(record: ModelRecord | None, classes: Classes | None) -> str:
+    """What becomes of classes that weights and data share, where they also have others."""
+    shared = (
+        set(record.classes.names) & set(classes.names) if record is not None and classes is not None else ()
+    )
+    if not shared or record is None or not record.classes.named:
+        return ""
+    return f"; so are the rows of {counted(len(shared), 'class', 'classes')} that both have"
+
+
 def _head_keys(model: nn.Module) -> tuple[str, str]:
-    """The keys of the classifier. In models that are not ours, it is the last linear layer."""
-    if isinstance(model, VisionModel):
-        name = model.head_name
-    else:
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        name = linear[-1] if linear else ""
+    """The keys of the classifier."""
+    name = head_name(model)
     return f"{name}.weight", f"{name}.bias"
 
 
@@ -230,10 +247,6 @@ def _sort_head(usable: dict[str, Tensor], head: list[str], order: NDArray[np.int
         )
     for key in head:
         usable[key] = torch.cat([usable[key][rows], usable[key][len(rows) :]])
-
-
-def _named(path: str | Path, fields: WeightFields | None) -> str:
-    return f"{fields.weights} = {path}" if fields else str(path)
 
 
 def _other_classes_fix(record: ModelRecord | None, outputs: int, fields: WeightFields | None) -> str:
@@ -261,79 +274,12 @@ def _renamed(found: State, model: nn.Module, wanted: State) -> State:
     return result
 
 
-def _unwrapped(state: State, model: nn.Module) -> State:
-    """The same tensors without the prefixes of wrappers and of modules that contain the model."""
-    state = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
-    own = {key.partition(".")[0] for key in model.state_dict()}
-    while len(tops := {key.partition(".")[0] for key in state}) == 1 and not tops & own:
-        if not all("." in key for key in state):
-            break
-        state = {key.partition(".")[2]: tensor for key, tensor in state.items()}
-    return state
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """The model without the wrappers of torch.compile, DataParallel and DDP."""
     inner = getattr(model, "_orig_mod", None)
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         inner = model.module
     return model if inner is None else unwrap(inner)
-
-
-def _read(file: Path, fields: WeightFields | None) -> State:
-    """The file's tensors by name, on the CPU."""
-    if file.suffix == ".safetensors":
-        try:
-            if is_shard(file):
-                return read_group(file.parent, "model")
-            return read_tensors(file.resolve(), sha256=known_sha256(file))
-        except CorruptError as reason:
-            raise UserError(
-                f"cannot load weights: {reason}",
-                fix="the file may be truncated or damaged: copy or export it again",
-            ) from reason
-    if file.suffix not in (".pt", ".pth", ".ckpt"):
-        raise UserError(
-            f"{_named(file, fields)}: unsupported weights file", fix="use .safetensors, .pt, .pth or .ckpt"
-        )
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if named is None:
-            raise _unreadable(file) from error
-        kept = 'checkpoint["state_dict"]' if file.suffix == ".ckpt" else "its state_dict"
-        raise UserError(
-            f"{file} is rejected: it holds {named[1]} besides tensors, and loading that could execute code",
-            fix=f"if you trust it, load it in Python with weights_only=False and save only {kept}, preferably as "
-            ".safetensors",
-        ) from error
-    except Exception as error:
-        raise _unreadable(file) from error
-    return _state_dict(file, content)
-
-
-def _state_dict(file: Path, content: object) -> State:
-    """The state dict in the content of a PyTorch file."""
-    if isinstance(content, Mapping):
-        nested = (content.get(key) for key in ("state_dict", "model", "model_state_dict"))
-        state = next((value for value in nested if isinstance(value, Mapping)), content)
-        if state and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
-            return state
-        held = f"the entries {', '.join(map(str, list(state)[:5]))}" if state else "nothing"
-    else:
-        held = f"a {type(content).__name__}"
-    raise UserError(
-        f"{file} has no state dict: it holds {held}",
-        fix="save model.state_dict() alone, or under the key state_dict, model or model_state_dict",
-    )
-
-
-def _unreadable(file: Path) -> UserError:
-    return UserError(
-        f"{file} is not a PyTorch weights file",
-        fix="give a file written by torch.save; this one may be truncated or damaged: copy or export it again",
-    )
 
 
 def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: WeightFields | None) -> UserError:

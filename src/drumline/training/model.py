@@ -7,23 +7,36 @@ finite are rejected.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from drumline.config.fields import recipe_fields, value_of
+from drumline.config.learning import Data
 from drumline.config.limits import keyword_arguments
 from drumline.config.recipe import Recipe
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
+from drumline.core.text import either
 from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
 from drumline.state.manifest import MANIFEST
-from drumline.state.model_record import ModelRecord
-from drumline.state.weights import WeightFields, load_weights, resolve_weights
+from drumline.state.model_record import PREPARED, ModelRecord
+from drumline.state.pretrained import is_pretrained
+from drumline.state.weights import (
+    WeightFields,
+    fitting_models,
+    load_weights,
+    record_of_weights,
+    resolve_weights,
+)
 from drumline.training.sets import Sets
 
 FIELDS = WeightFields()
@@ -35,10 +48,86 @@ def initial_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Mo
     module = build_model(recipe, len(classes))
     if not recipe.model.weights:
         return module, ()
-    file = shared_weights(recipe.model.weights, world)
+    path = recipe.model.weights
+    file = shared_weights(path, world)
     report = load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS)
     reject_nonfinite(module, file)
-    return module, (f"weights from {recipe.model.weights}: {report.loaded} tensors", *report.notes)
+    named = f" ({file})" if is_pretrained(path) else ""
+    record = record_of_weights(path, FIELDS) if is_pretrained(path) else report.record
+    return module, (
+        f"weights from {path}{named}: {report.loaded} tensors",
+        *report.notes,
+        *_other_images(recipe.data, record),
+    )
+
+
+DEFAULT_MODEL = "resnet18"
+"""The model of a recipe that names neither a model nor weights."""
+
+
+def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
+    """The fields that the weights of a recipe decide, by name: `model.name` and its `args` if it is auto, and with `images`, where
+    they have their defaults, the fields of `data` that prepare images. Rejects weights of a different model."""
+    name, weights = recipe.model.name, recipe.model.weights
+    if not weights:
+        return {"model.name": DEFAULT_MODEL} if name == "auto" else {}
+    record = record_of_weights(weights, FIELDS)
+    if record is None:
+        return {"model.name": _fitting_model(weights)} if name == "auto" else {}
+    found: dict[str, Any] = {}
+    if name == "auto":
+        if names_code(record.model):
+            raise UserError(
+                f"{FIELDS.weights} = {weights}: its model {record.model} runs the code of "
+                f"{record.model.partition(':')[0]}",
+                f"if you wrote or trust that code, add {FIELDS.name}={record.model}",
+            )
+        found["model.name"] = record.model
+        found["model.args"] = recipe.model.args or record.args
+    elif not _may_be(name, record.model):
+        raise UserError(
+            f"{FIELDS.name} = {name}, but {FIELDS.weights} = {weights} are weights of {record.model}",
+            f"remove {FIELDS.name}, or give weights of {name}",
+        )
+    if images:
+        known = recipe_fields()
+        unset = [each for each in PREPARED if getattr(recipe.data, each) == known[f"data.{each}"].default]
+        # A mean belongs to its standard deviation.
+        both = {"mean", "std"} <= set(unset)
+        found |= {
+            f"data.{each}": getattr(record, each) for each in unset if both or each not in ("mean", "std")
+        }
+    return {field: value for field, value in found.items() if value != value_of(recipe, field)}
+
+
+def _may_be(name: str, other: str) -> bool:
+    """Whether two names may be the same model: torchvision's are also built in, and code has any name."""
+    if names_code(name) or names_code(other):
+        return True
+    plain = [each.removeprefix("torchvision/").removeprefix("timm/") for each in (name, other)]
+    return plain[0] == plain[1]
+
+
+def _fitting_model(weights: str) -> str:
+    """The one built-in model that weights without a record fit."""
+    names = fitting_models(weights, FIELDS)
+    if len(names) != 1:
+        what = f"fit {either(names)}" if names else "fit no built-in model"
+        raise UserError(
+            f"{FIELDS.name} = auto: {FIELDS.weights} = {weights} do not say which model they belong to, and {what}",
+            f"add {FIELDS.name}=NAME (`drumline doctor --models` lists them)",
+        )
+    return names[0]
+
+
+def _other_images(data: Data, record: ModelRecord | None) -> list[str]:
+    """A warning about images that are prepared in a different way from those that the weights were trained on."""
+    if record is None:
+        return []
+    theirs = {each: getattr(data, each) for each in PREPARED if getattr(data, each) not in ("auto", ())}
+    if not (changes := record.other_images(replace(record, **theirs))):
+        return []
+    return [f"WARNING: images are prepared in a different way from the weights' own: {'; '.join(changes)}"]
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:
@@ -61,6 +150,8 @@ def shared_weights(path: str, world: World) -> Path:
     """The verified weights file that a path means, the same one on every rank: the run that owns the folder
     may save a newer one meanwhile."""
     file = Path(world.broadcast_object(str(resolve_weights(path, FIELDS)) if world.is_rank_zero else ""))
+    if is_pretrained(path):
+        return resolve_weights(path, FIELDS)  # each machine has a cache of its own
     verify_weights(file)
     return file
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from drumline.config.arguments import names_code
 from drumline.config.learning import Optim
 from drumline.config.recipe import Recipe
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.text import counted
 from drumline.models.base import repeated_blocks
