@@ -81,7 +81,7 @@ def test_the_examples_of_train_can_be_run(
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text("")
     examples = examples_of(help_of(capsys, "train", "--help"))
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         argv = re.split(r"\s{3,}| > ", example)[0].split()[2:]
         assert read_recipe(argv, "train", RepeatOptions).recipe
