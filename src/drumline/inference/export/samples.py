@@ -7,22 +7,25 @@ decoding. If there are more than asked for, they are evenly spaced over the spli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
 from drumline.config.arguments import names_code
 from drumline.config.recipe import Recipe
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes, OtherClasses, label_map
-from drumline.data.sources import ArrayDataset, Dataset, detect_source, open_dataset, spec_of
+from drumline.data.sources import ArrayDataset, Dataset
 from drumline.inference.classifier import Picture
 from drumline.inference.images import find_images
+from drumline.parallel.world import single_process
 from drumline.state.folder import run_of
+from drumline.training.sets import open_sets
 
 GIVE = "give some with --images, such as --images photos/val"
 
@@ -77,9 +80,9 @@ def verification_samples(
 
 
 def _evaluation_set(recipe: Recipe) -> Dataset:
-    data = recipe.data
-    name = detect_source(data.source, data.path, labels=data.labels)
-    return open_dataset(spec_of(data, name, "eval"))
+    """The set that `drumline eval` scores. No workers: nothing is measured to choose them."""
+    recipe = replace(recipe, data=replace(recipe.data, workers=0))
+    return open_sets(recipe, single_process(torch.device("cpu")), to_score=True).eval
 
 
 def _listed(dataset: Dataset, classes: Classes) -> list[Sample]:

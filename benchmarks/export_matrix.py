@@ -1,0 +1,155 @@
+"""Every model in every format of `drumline export`: whether the file answers like the model, and how fast it is.
+
+    python benchmarks/export_matrix.py [--data FOLDER] [--size 64] [--steps 20] [--models NAME ...] [--formats ...]
+    python benchmarks/export_matrix.py --small      # one model, two formats: a check that the script works
+
+Trains each model for a few steps on FOLDER (default: the embedded digits), exports it in each format, and verifies it
+on every evaluation image. Model and file are timed in alternating rounds. Prints a markdown table. Exits with 1 if a
+file answers differently; a format that cannot hold a model is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import drumline
+from harness import Parser
+
+MODELS = (
+    "resnet18",
+    "vgg13_bn",
+    "mobilenet_v2",
+    "resnet20",
+    "resnet8x4",
+    "export_matrix:vit",
+    "export_matrix:branches",
+)
+FORMATS = ("onnx", "pt2", "aoti", "torchscript", "script", "safetensors")
+ENDINGS = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors"}
+
+
+class ViT(nn.Module):
+    """A small vision transformer of torch's own layers, for images of any size that patches divide."""
+
+    def __init__(self, classes: int, width: int = 64, patch: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, 0.1, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        return self.head(self.layers(torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1))[:, 0])
+
+
+class Branches(nn.Module):
+    """Branches on a shape and on a Python value, which a file may keep as they are."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if not i else 32, 32, 3, padding=1) for i in range(4))
+        self.residual = True
+        self.head = nn.Linear(32, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, conv in enumerate(self.convs):
+            y = conv(x).relu()
+            x = x + y if self.residual and number else y
+            if x.shape[2] > 8:
+                x = nn.functional.max_pool2d(x, 2)
+        return self.head(x.mean((2, 3)))
+
+
+def vit(classes: int) -> nn.Module:
+    return ViT(classes)
+
+
+def branches(classes: int) -> nn.Module:
+    return Branches(classes)
+
+
+def main() -> int:
+    parser = Parser(
+        __doc__, models=["resnet8"], formats=["torchscript", "safetensors"], steps=2, size=16, samples=64
+    )
+    parser.add_argument("--data", default="", help="a folder of photographs; default: the embedded digits")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=0, help="evaluation images; 0: all of them")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    options = parser.parse_args()
+    print(
+        "| model | format | images | same class | logits differ by | limit | batch of 1 | batch of 8 | export |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models:
+            run = trained(model, options.data, options.size, options.steps, folder)
+            for kind in options.formats:
+                wrong += not row(model, run, kind, options.samples, Path(folder))
+    print(f"\n{platform.machine()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
+    return 1 if wrong else 0
+
+
+def trained(model: str, data: str, size: int, steps: int, folder: str) -> str:
+    """The run folder of a model after a few steps."""
+    settings = [
+        f"model.name={model}",
+        f"data.path={data}" if data else "data.source=digits",
+        *(f"data.size={size}", "data.batch=32", "data.workers=0", "data.holdout=0"),
+        *(f"train.steps={steps}", "optim.lr=0.02", "parallel.processes=1"),
+        *("run.device=cpu", f"run.dir={folder}", f"run.name={model.replace(':', '-')}"),
+    ]
+    return str(drumline.train(drumline.Recipe.from_args(settings))["run"])
+
+
+def row(model: str, run: str, kind: str, samples: int, folder: Path) -> bool:
+    """Exports, prints the row, and returns whether the file is right or was rejected for a reason of its format."""
+    name = model.removeprefix("export_matrix:")
+    began = time.perf_counter()
+    format_ = "torchscript" if kind == "script" else kind
+    out = folder / f"model{ENDINGS.get(format_, '.pt2')}"
+    try:
+        report = drumline.export_model(
+            run,
+            format_,  # type: ignore[arg-type]
+            out,
+            how="script" if kind == "script" else "trace",
+            samples=samples or "all",
+            trust=True,
+        )
+    except drumline.UserError as error:
+        print(
+            f"| {name} | {kind} | | rejected ({error.code}): {error.what.splitlines()[0]} | | | | | |",
+            flush=True,
+        )
+        return error.code in ("export-failed", "unsupported-operator", "no-compiler", "missing-package")
+    seconds = time.perf_counter() - began
+    speeds = [
+        f"{times['model_ms'] / times['exported_ms']:.2f}x ({times['model_ms']:.1f} / {times['exported_ms']:.1f} ms)"
+        for times in report.get("latency", {}).values()
+    ] or ["", ""]
+    print(
+        f"| {name} | {kind} | {report['images']:,} | {report['top1_agreement']:.2%} "
+        f"| {report['logit_difference']:.1e} | {report['limit']:.1e} | {speeds[0]} | {speeds[1]} | {seconds:.0f} s |",
+        flush=True,
+    )
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
