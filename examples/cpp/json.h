@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -35,6 +36,14 @@ struct Json {
         blank(at);
         if (*at != sign) throw std::runtime_error(std::string("the record is not JSON: no ") + sign);
         at++;
+    }
+
+    // Whether a word comes next, which is then passed over.
+    static bool word(const char *&at, const char *name) {
+        size_t length = std::strlen(name);
+        bool here = !std::strncmp(at, name, length);
+        if (here) at += length;
+        return here;
     }
 
     static void utf8(std::string &into, uint32_t code) {
@@ -104,11 +113,12 @@ struct Json {
                 }
             }
             at++;
-        } else if (*at == 't' || *at == 'f' || *at == 'n') {
-            found.kind = *at == 'n' ? Null : Number;
-            found.number = *at == 't';
-            at += *at == 'f' ? 5 : 4;
-        } else {
+        } else if (word(at, "true")) {
+            found.kind = Number;
+            found.number = 1;
+        } else if (word(at, "false")) {
+            found.kind = Number;
+        } else if (!word(at, "null")) {
             char *end = nullptr;
             found.kind = Number;
             found.number = std::strtod(at, &end);

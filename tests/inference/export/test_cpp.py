@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,7 +18,10 @@ assert one_thread  # a fixture that is used by every test here
 ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++, which is not installed"),
+    pytest.mark.skipif(
+        shutil.which(os.environ.get("CXX", "g++")) is None,
+        reason="AOTInductor needs a C++ compiler, which is not installed",
+    ),
 ]
 
 

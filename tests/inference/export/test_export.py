@@ -307,6 +307,12 @@ def test_what_cannot_be_exported_is_an_error_before_any_work(
     ):
         with pytest.raises(UserError, match=message):
             export_model(model, **options)  # type: ignore[arg-type]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="there is no no-such-compiler"):
+        export_model(model, "aoti", tmp_path / "a.pt2")
+    (tmp_path / "b.onnx").write_bytes(b"")
+    with pytest.raises(UserError, match="is an exported file already"):
+        export_model(tmp_path / "b.onnx", "pt2", tmp_path / "a.pt2")
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name)

@@ -26,7 +26,7 @@ from drumline.inference.classifier import Classifier
 from drumline.inference.export import causes, verify
 from drumline.inference.export.behaviour import Finding, watch_forward
 from drumline.inference.export.graph import FromPixels
-from drumline.inference.export.load import load_exported
+from drumline.inference.export.load import exported_format, load_exported
 from drumline.inference.export.record import (
     MOST_ANSWERS,
     Answers,
@@ -113,6 +113,11 @@ def run_export(request: Request) -> dict[str, Any]:
         )
     if request.format != "safetensors":
         check_needs(request.format)
+    if exported_format(Path(request.model)):
+        raise UserError(
+            f"{request.model} is an exported file already",
+            "give the run, the checkpoint or the weights from which it was exported",
+        )
     original = load_trained(weights_path(Path(request.model), request.weights), trust=request.trust)
     samples = verification_samples(
         Path(request.model), original.record.classes, request.images, request.samples, request.trust

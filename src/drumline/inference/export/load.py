@@ -82,7 +82,7 @@ def exported_format(path: Path) -> Format | None:
     """The format of an exported file, by its content; None for anything else, such as weights."""
     if not path.is_file():
         return None
-    if path.suffix == ".onnx":
+    if path.suffix.lower() == ".onnx":
         return "onnx"
     if not zipfile.is_zipfile(path):
         return None

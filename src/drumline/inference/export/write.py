@@ -7,6 +7,8 @@ record changes. An exporter's error is passed on as it is; `causes.py` explains 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import UserError
 from drumline.inference.export.load import AOTI_METADATA, need, quiet
 from drumline.inference.export.record import KEY, Format
 
@@ -46,6 +49,13 @@ def check_needs(kind: Format) -> None:
     """Rejects a format whose libraries or compiler are missing, before any work."""
     if kind == "onnx":
         need("--format onnx", "onnx", "onnxscript", "onnxruntime")
+    compiler = os.environ.get("CXX", "g++")
+    if kind == "aoti" and shutil.which(compiler) is None:
+        raise UserError(
+            f"--format aoti needs a C++ compiler, and there is no {compiler}",
+            "install g++, or set CXX to a compiler; --format pt2 needs none",
+            "no-compiler",
+        )
 
 
 def compile_program(kind: Format, module: nn.Module, example: Tensor, takes: str, how: How) -> Program:
@@ -133,6 +143,7 @@ def _torchscript(module: nn.Module, example: Tensor, how: How) -> Program:
     }
 
     def save(file: Path, record: str) -> None:
-        torch.jit.save(program, str(file), _extra_files={KEY: record})
+        with quiet():
+            torch.jit.save(program, str(file), _extra_files={KEY: record})
 
     return Program(save, how, tuple(sorted(traced)))
