@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -73,6 +74,8 @@ int main(int count, char **arguments) {
     }
     int failed = 0;
     try {
+        // AOTInductor checks the shape of its input only on request, and gives wrong answers for a wrong one.
+        setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);
         c10::InferenceMode inference;
         torch::inductor::AOTIModelPackageLoader loader(arguments[1]);
         auto metadata = loader.get_metadata();

@@ -111,21 +111,20 @@ def load_exported(path: Path, kind: Format, trust: bool = False, check: bool = T
                 record = read_record(text, path, kind)
             else:
                 program = _LOADERS[kind](path)
+        assert record is not None
+        model = ExportedModel(record.model, record, program)
+        if check:
+            _check_answers(model, path)
+        return model
     except UserError:
         raise
     except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")[:200]
         raise UserError(
-            f"{path} cannot be loaded: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-            if str(error).strip()
-            else f"{path} cannot be loaded: {type(error).__name__}",
-            "the file may be damaged, or written by a different version: export it again",
+            f"{path} cannot be loaded: {type(error).__name__}: {reason}",
+            "the file may be damaged, or written for a different machine or version: export it again",
             "unreadable",
         ) from error
-    assert record is not None
-    model = ExportedModel(record.model, record, program)
-    if check:
-        _check_answers(model, path)
-    return model
 
 
 def _check_answers(model: ExportedModel, path: Path) -> None:
