@@ -43,8 +43,8 @@ class Options:
     """For torchscript: record one pass, or compile the source, which keeps branches."""
     images: tuple[str, ...] = ()
     """Verify on these images: files, folders or .tar archives, instead of the run's evaluation images."""
-    samples: Annotated[int, Range(1, 1 << 30)] | Literal["all"] = 512
-    """Verify on so many images, evenly spaced over all."""
+    samples: Annotated[int | Literal["all"], Range(1, 1 << 30)] = 512
+    """Verify on so many images, evenly spaced over the split, or on `all`."""
     trust: bool = False
     """Run the code that builds the model, if it is your own (package.module:factory)."""
 

@@ -353,5 +353,11 @@ def test_a_run_is_exported_with_its_own_images_and_its_averaged_weights(
     )
     assert torch.equal(best, average)
     assert not torch.equal(best, trained)
-    assert main(["export", "one"]) == 2
-    assert "export needs a format" in capsys.readouterr().err
+    for wrong, message in (
+        ([], "export needs a format"),
+        (["--out", "a.pt3"], "'.pt3' names none"),
+        (["--out", "a.pt", "--samples", "0"], "--samples 0"),
+    ):
+        capsys.readouterr()
+        assert main(["export", "one", *wrong]) == 2
+        assert message in capsys.readouterr().err
