@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,11 @@ def test_finished_runs_that_differ_only_in_their_seed_are_grouped() -> None:
     assert lines[1] == "a0 and 1 more that differ in run.seed: mean ± standard deviation"
     assert lines[2] == "  top-1 at the end 60.00% ± 14.14% (50.00% to 70.00%)"
     assert repeats(runs[1:]) == []
+    folds = [run(f"fold{fold}") for fold in range(3)]
+    folds = [replace(one, settings={**(one.settings or {}), "data.fold": n}) for n, one in enumerate(folds)]
+    assert repeats(folds) == []
+    assert repeats(folds, "data.fold") == [folds]
+    assert "fold0 and 2 more that differ in data.fold" in repeat_lines(folds, "data.fold")[1]
     assert spread([0.5, None]) is None, "nothing is said about runs of which some have no score"
 
 

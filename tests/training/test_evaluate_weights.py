@@ -156,6 +156,25 @@ def test_a_broken_image_is_marked_among_the_predictions(weights: Path, tmp_path:
     assert found.broken_samples == 1
 
 
+def more_outputs(classes: int) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes + 1))
+
+
+def test_outputs_beyond_the_classes_are_numbered(tmp_path: Path) -> None:
+    tensors = knows_colours(4)
+    tensors["2.bias"][3] = 30.0
+    save_file(tensors, tmp_path / "w.safetensors")
+    given = recipe(photos(tmp_path / "all"), tmp_path / "w.safetensors")
+    name = "tests.training.test_evaluate_weights:more_outputs"
+    found = evaluate_weights(replace(given, model=replace(given.model, name=name)), single_process(CPU))
+    assert [(each.name, each.predicted) for each in found.report.classes] == [
+        ("blue", 0),
+        ("green", 0),
+        ("red", 0),
+        ("3", 9),
+    ]
+
+
 def test_packed_sets_and_tars_score_the_same(weights: Path, tmp_path: Path) -> None:
     photos(tmp_path / "some", blue="blue", red="red")
     shutil.make_archive(str(tmp_path / "some"), "tar", tmp_path / "some")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -35,7 +36,8 @@ COMMAND = Command(
         FOLDER contains run folders, or is one; the default is `runs`. `settings` has the
         fields of the recipe that are not the same in all listed runs. `best` is the best
         evaluation by the run's own metric (checkpoint.best). For finished runs that differ only
-        in run.seed (`drumline train --repeat 5`), the mean and the standard deviation follow.
+        in run.seed (`drumline train --repeat 5`) or in data.fold (a cross-validation), the mean
+        and the standard deviation follow.
 
         A run is running, finished, stopped (it has saved and can be resumed), failed (its
         log.txt says why) or killed (`drumline resume RUN` resumes it).
@@ -66,10 +68,8 @@ def main(argv: list[str]) -> int:
         )
     varied = differences(runs)
     width = get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
-    for line in (
-        *table(runs, varied, width),
-        *(line for group in repeats(runs) for line in repeat_lines(group)),
-    ):
+    varying = [(group, field) for field in ("run.seed", "data.fold") for group in repeats(runs, field)]
+    for line in (*table(runs, varied, width), *chain.from_iterable(repeat_lines(*each) for each in varying)):
         print(line)
     print_result([{**asdict(run), "settings": own} for run, own in zip(runs, varied, strict=True)])
     return 0
@@ -93,8 +93,8 @@ def table(runs: Sequence[RunSummary], varied: Sequence[Mapping[str, Any]], width
     return lines
 
 
-def repeat_lines(runs: Sequence[RunSummary]) -> list[str]:
-    """How the results of runs that differ in their seed vary: at the end, and in the best evaluation."""
+def repeat_lines(runs: Sequence[RunSummary], field: str = "run.seed") -> list[str]:
+    """How the results of runs that differ in this field vary: at the end, and in the best evaluation."""
     metric, ended = runs[0].best_metric, [run for run in runs if run.state == "finished"]
     lines = []
     for what, values, text in (
@@ -107,7 +107,7 @@ def repeat_lines(runs: Sequence[RunSummary]) -> list[str]:
             )
     if not lines:
         return []
-    names = f"{printable(ended[0].path)} and {len(ended) - 1} more that differ in run.seed"
+    names = f"{printable(ended[0].path)} and {len(ended) - 1} more that differ in {field}"
     return ["", f"{names}: mean ± standard deviation", *(f"  {line}" for line in lines)]
 
 

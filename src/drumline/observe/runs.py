@@ -149,16 +149,16 @@ def spread(values: Sequence[float | None]) -> Spread | None:
     return Spread(statistics.fmean(known), statistics.stdev(known), min(known), max(known))
 
 
-def repeats(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
-    """The finished runs that differ in nothing but `run.seed`, in groups of two or more. Of runs with the same seed,
+def repeats(runs: Sequence[RunSummary], field: str = "run.seed") -> list[list[RunSummary]]:
+    """The finished runs that differ in nothing but this field, in groups of two or more. Of runs with the same value,
     the first counts."""
     groups: dict[str, dict[Any, RunSummary]] = {}
     for run in runs:
         if run.settings and run.state == "finished":
             own = {name: value for name, value in run.settings.items() if not name.startswith(_SAME_RUN)}
-            own |= {"run.seed": None, "checkpoint.best": run.best_metric}
+            own |= {field: None, "checkpoint.best": run.best_metric}
             group = groups.setdefault(json.dumps(own, sort_keys=True, default=str), {})
-            group.setdefault(run.settings.get("run.seed"), run)
+            group.setdefault(run.settings.get(field), run)
     return [list(group.values()) for group in groups.values() if len(group) > 1]
 
 

@@ -209,7 +209,10 @@ def evaluate_weights(
         record=seen.add,
     )
     labels = sets.eval.labels if outputs is None else outputs.cpu().numpy()[sets.eval.labels]
-    report = Report(names, labels, *seen.gather(world), finite=not score.nonfinite)
+    predicted, probability = seen.gather(world)
+    # A factory of the user's own may give more outputs than there are classes.
+    every = (*names, *map(str, range(len(names), int(predicted.max()) + 1)))
+    report = Report(every, labels, predicted, probability, finite=not score.nonfinite)
     gather_bad_samples(sets.bad, world)
     for line in describe_bad_samples(sets.bad, listed=False):
         display.log(line)
