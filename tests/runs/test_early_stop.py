@@ -45,7 +45,8 @@ def test_a_run_stops_once_its_metric_has_not_improved(stopped: tuple[Path, dict[
     assert (found["finished"], found["step"]) == (True, lines[-1]["step"])
     assert found["step"] < 9 * 29
     assert (found["best_metric"], found["best_value"], found["best_top1"]) == ("loss", min(losses), None)
-    assert found["stopped_early"].startswith("loss has not improved for 2 evaluations (best ")
+    since = lines[best]["epoch"]
+    assert found["stopped_early"] == f"loss has not improved since epoch {since:.4g} (2 evaluations)"
     log = (folder / "runs/whole/log.txt").read_text()
     assert f"finished: stopped early after epoch {found['epoch']:.4g}: {found['stopped_early']}" in log
     (listed,) = json.loads(drumline("runs", "runs/whole", folder=folder).stdout.splitlines()[-1])
@@ -75,8 +76,8 @@ def test_a_run_that_stopped_early_says_so_when_it_is_resumed_and_trains_on_with_
     shutil.copytree(folder / "runs/whole", folder / "runs/resumed")
     done = drumline("resume", "runs/resumed", folder=folder)
     again = result(done)
-    assert "not training on: loss has not improved for 2 evaluations" in done.stderr
-    assert "resume with a higher train.patience, or with 0" in done.stderr
+    assert f"not training on: {found['stopped_early']}" in done.stderr
+    assert "To train on: drumline resume runs/resumed train.patience=0" in done.stderr
     assert {name: again[name] for name in ("step", "loss", "top1", "stopped_early", "best_value")} == {
         name: found[name] for name in ("step", "loss", "top1", "stopped_early", "best_value")
     }

@@ -65,9 +65,9 @@ def test_a_run_stops_after_as_many_evaluations_without_a_better_one(
     assert position.step == 10 * (stops or len(values))
 
 
-def test_the_reason_names_the_metric_and_the_best_value() -> None:
+def test_the_reason_names_the_metric_and_the_best_epoch() -> None:
     _, why = follow(LOSS, [0.5, 0.6, 0.7], 2)
-    assert why == "loss has not improved for 2 evaluations (best 0.5000 at epoch 1)"
+    assert why == "loss has not improved since epoch 1 (2 evaluations)"
     assert follow(LOSS, [math.nan], 1)[1] == "loss was not finite in 1 evaluation"
 
 

@@ -52,8 +52,7 @@ def early_stop(position: Position, patience: int, total: int, metric: Metric) ->
     """Why the run stops at a position before its last step; empty if it continues."""
     if not patience or position.evaluations_since_best < patience or position.step >= total:
         return ""
-    since = counted(position.evaluations_since_best, "evaluation")
+    since, name = counted(position.evaluations_since_best, "evaluation"), metric.label or metric.name
     if position.best_step < 0:
-        return f"{metric.name} was not finite in {since}"
-    best = f"{metric.text(position.best_value)} at epoch {position.best_step / position.per_epoch:.4g}"
-    return f"{metric.name} has not improved for {since} (best {best})"
+        return f"{name} was not finite in {since}"
+    return f"{name} has not improved since epoch {position.best_step / position.per_epoch:.4g} ({since})"

@@ -27,7 +27,7 @@ from drumline.data.feed.batch import Batch
 from drumline.guards.run.nonfinite import advice
 from drumline.observe import text_log
 from drumline.parallel.world import World
-from drumline.state.folder import restart_recipe
+from drumline.state.folder import restart_recipe, resume_command
 from drumline.state.manifest import Position
 from drumline.state.tensors import Groups
 from drumline.training.best import after_evaluation, is_better
@@ -84,7 +84,8 @@ def _train(run: Run, stop: StopSign, signals: ExitStack, began: float) -> TrainR
         rehearse(run, run.single_batch(run.position.step))
     run.begin()
     if early:
-        run.log(f"not training on: {early}. To train on, resume with a higher train.patience, or with 0")
+        command = resume_command(run.recipe, run.folder.path) if run.folder else ""
+        run.log(f"not training on: {early}. To train on: {command} train.patience=0, or a higher number")
     position, score = take_steps(run, guards, stop)
     ended = position.step == run.plan.total or bool(run.early_stop(position))
     if position.step == run.last_step and not (ended or stop.stopped_by):
