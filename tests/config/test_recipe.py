@@ -51,6 +51,7 @@ def test_every_field_has_a_docstring_that_is_a_sentence(name: str) -> None:
         ("data.transform", "mine", "mine:f"),
         ("train.loss", "crossentropy", "mine:f"),
         ("optim.name", "adam", "torch.optim:NAdam"),
+        ("optim.name", "torch.optim.NAdam", "torch.optim:NAdam"),
         ("model.args", ("drop_rate",), ("drop_rate:0.1",)),
         ("model.args", ("a:1", "a:2"), ("a:1", "b:2")),
         ("model.args", ("num_classes:3",), ("stem:cifar",)),

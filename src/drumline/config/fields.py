@@ -267,6 +267,11 @@ ELSEWHERE = {
     **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "logdir", "log_dir"), "run.dir"),
     **dict.fromkeys(("experiment", "exp_name"), "run.name"),
     **dict.fromkeys(("temperature", "tau"), "distill.T"),
+    **dict.fromkeys(("criterion", "loss_fn", "bce_loss"), "train.loss"),
+    **dict.fromkeys(("model_kwargs", "drop_rate", "drop_path_rate"), "model.args"),
+    **dict.fromkeys(("opt_kwargs", "opt_args"), "optim.args"),
+    **dict.fromkeys(("degrees", "rotate"), "data.rotation"),
+    **dict.fromkeys(("transforms", "augmentation", "aug"), "data.transform"),
 }
 """Fields by their names in other programs."""
 

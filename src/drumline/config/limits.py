@@ -143,6 +143,9 @@ class Names:
         module, colon, attribute = value.partition(":")
         if value in (self.names or ("",)) or (colon and module and attribute):
             return None
+        path, dot, last = value.rpartition(".")
+        if dot and path and last and not colon and "/" not in value:
+            return Wrong("has no colon", f"did you mean {path}:{last}?")
         if not self.names:
             return Wrong("not the name of a function", f"give {self}")
         meant = near(value, self.names)

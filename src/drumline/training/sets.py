@@ -190,9 +190,7 @@ def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
         train = evaluation = open_dataset(eval_spec)
     _reject_other_classes(train, evaluation)
     mean, std = normalization(data, train)
-    transform = make_transform(data, train, mean)
-    if to_score:  # the code of a recipe that trains is not run
-        transform = replace(transform, own="")
+    transform = make_transform(data, train, mean, training=not to_score)
     bad = (
         BadSamples("training", len(train), data.bad_limit),
         BadSamples("evaluation", len(evaluation), data.bad_limit),

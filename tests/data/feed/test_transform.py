@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from drumline.config.learning import Data
 from drumline.core.errors import UserError
 from drumline.data.feed.draws import Purpose, exp_small, uniform
 from drumline.data.feed.sampler import Request
@@ -21,6 +23,7 @@ from drumline.data.feed.transform import (
     Transform,
     channel_statistics,
     evaluation_geometry,
+    make_transform,
     mirrored,
     mixing_plan,
     random_resized_crops,
@@ -68,6 +71,17 @@ def test_the_chance_of_a_horizontal_flip_is_the_recipes() -> None:
         assert not transform.for_evaluation().geometry(SEED, 3, samples, sizes)[:, Column.MIRROR].any()
         without = Transform(24, augment).geometry(SEED, 3, samples, sizes)  # type: ignore[arg-type]
         assert np.array_equal(rows[:, : Column.MIRROR], without[:, : Column.MIRROR])
+
+
+def test_crop_areas_without_resizing_crops_are_rejected_in_training_only() -> None:
+    source = ArrayDataset("noise", np.zeros((2, 8, 8, 1), np.uint8), np.arange(2), ("a", "b"))
+    data = Data(crop_scale=(0.5, 1.0), transform="mine:f")
+    with pytest.raises(
+        UserError, match=r"data.augment = auto means shift for noise, which does not resize crops"
+    ):
+        make_transform(data, source, ())
+    assert make_transform(data, source, (), training=False).own == ""
+    assert make_transform(replace(data, augment="crop-flip"), source, ()).own == "mine:f"
 
 
 def test_crops_have_the_areas_of_the_recipe() -> None:

@@ -167,7 +167,7 @@ def open_feed(
             f"give {len(dataset)} or less",
         )
     mean = normalization(data, dataset)[0] if data.erasing else ()
-    view = make_transform(data, dataset, mean)
+    view = make_transform(data, dataset, mean, train)
     view = view if train else view.for_evaluation()
     info = read_rank_info(os.environ)
     threads = (

@@ -104,11 +104,12 @@ class Transform:
         return rows
 
 
-def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...]) -> Transform:
+def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...], training: bool = True) -> Transform:
     """The training transform that a recipe asks for, with each `auto` resolved by the dataset. `mean`: the colour of
-    erased boxes."""
+    erased boxes. Unless it is for `training`, it has no code of the user's, and fields that have no effect on this
+    data are accepted."""
     augment = _augment(data, dataset)
-    if data.crop_scale != FULL_SCALE and augment != "crop-flip":
+    if training and data.crop_scale != FULL_SCALE and augment != "crop-flip":
         raise UserError(
             f"data.crop_scale = {data.crop_scale}: data.augment = auto means {augment} for {dataset.name}, which "
             "does not resize crops",
@@ -135,7 +136,7 @@ def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...]) -> Tra
             erasing=data.erasing,
             fill=mean_colour(mean) or (0,),
         ),
-        own=data.transform,
+        own=data.transform if training else "",
         on_bad="raise" if data.strict else "substitute",
     )
 

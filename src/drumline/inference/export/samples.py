@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from drumline.config.arguments import names_code
 from drumline.config.recipe import Recipe
+from drumline.config.sources import names_code
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes, OtherClasses, label_map
