@@ -100,3 +100,11 @@ def test_other_images_than_the_weights_own_are_a_warning(tmp_path: Path) -> None
     assert messages[-1].startswith("WARNING: images are prepared in a different way from the weights' own:")
     assert "data.size: 24 -> 16" in messages[-1]
     assert "exif" not in messages[-1]
+
+
+def test_weights_bring_the_arguments_of_their_model(tmp_path: Path) -> None:
+    path = weights(tmp_path, replace(RECORD, args=("stem:imagenet",)))
+    assert resolved(path)["model.args"] == ("stem:imagenet",)
+    assert resolved(path, "resnet8")["model.args"] == ("stem:imagenet",)
+    own = Recipe(model=Model(name="resnet8", weights=path, args=("stem:cifar",)))
+    assert "model.args" not in resolve_model(own)

@@ -66,8 +66,9 @@ DEFAULT_MODEL = "resnet18"
 
 
 def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
-    """The fields that the weights of a recipe decide, by name: `model.name` and its `args` if it is auto, and with `images`, where
-    they have their defaults, the fields of `data` that prepare images. Rejects weights of a different model."""
+    """The fields that the weights of a recipe decide, by name: `model.name` if it is auto; `model.args` of the same
+    model, if none are given; and with `images`, where they have their defaults, the fields of `data` that prepare
+    images. Rejects weights of a different model."""
     name, weights = recipe.model.name, recipe.model.weights
     if not weights:
         return {"model.name": DEFAULT_MODEL} if name == "auto" else {}
@@ -89,6 +90,8 @@ def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
             f"{FIELDS.name} = {name}, but {FIELDS.weights} = {weights} are weights of {record.model}",
             f"remove {FIELDS.name}, or give weights of {name}",
         )
+    elif name == record.model and not recipe.model.args:
+        found["model.args"] = record.args
     if images:
         known = recipe_fields()
         unset = [each for each in PREPARED if getattr(recipe.data, each) == known[f"data.{each}"].default]
