@@ -65,7 +65,9 @@ COMMAND = Command(
 def main(argv: list[str]) -> int:
     options = read_options(argv, Options, "verify")
     path = Path(options.path)
-    if not path.exists():
+    from drumline.data.sources.webdataset import is_pattern
+
+    if not path.exists() and not is_pattern(options.path):
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a data set")
     if is_dataset(path):
         return _verify_dataset(path, options)
@@ -83,7 +85,7 @@ def is_dataset(path: Path) -> bool:
     from drumline.data.packed.format import looks_packed
     from drumline.state.checkpoint import checkpoints, is_checkpoint
 
-    if path.is_file() or looks_packed(path):  # a packed set has a manifest, as checkpoints do
+    if not path.is_dir() or looks_packed(path):  # a packed set has a manifest, as checkpoints do
         return True
     # A distillation that was stopped in its initial phase has no checkpoints of its own yet.
     recipes = [path / "recipe.toml", *path.glob("initial-*/recipe.toml")] if path.is_dir() else []

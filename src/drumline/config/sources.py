@@ -48,9 +48,15 @@ SOURCES: dict[str, Source] = {
     "tar": Source(
         "drumline.data.sources.tar:open_tar",
         "an uncompressed .tar of such folders, read in place",
-        detect="drumline.data.sources.tar:is_tar",
+        detect="drumline.data.sources.webdataset:is_class_tar",
         may_hold_out=True,
         class_folders=True,
+    ),
+    "webdataset": Source(
+        "drumline.data.sources.webdataset:open_webdataset",
+        "WebDataset shards (KEY.jpg with KEY.cls or KEY.json): a .tar, train-{000..099}.tar, or a folder of them",
+        detect="drumline.data.sources.webdataset:is_webdataset",
+        may_hold_out=True,
     ),
     "packed": Source(
         "drumline.data.sources.packed:open_packed",

@@ -62,6 +62,7 @@ BAD = (
     "two-splits",
     "unknown-split",
     "unknown-class",
+    "repeated-key",  # of shards
 )
 """Kinds that a run rejects."""
 WARNINGS = (
@@ -72,6 +73,9 @@ WARNINGS = (
     "repeated-row",
     "left-out",
     "unlisted",
+    "incomplete",
+    "scattered",
+    "missing-shard",
 )
 NOTES = {
     "animated": "only the first frame is used",
@@ -293,14 +297,14 @@ def _open_splits(path: Path, name: str, labels: str) -> tuple[list[_Split], list
             splits.append(_Split(side, spec, opened))
             if isinstance(opened, EncodedDataset) and (skipped := describe_skipped(opened)):
                 findings.append(DatasetFinding(side, -1, "passed-over", str(path), f"has {skipped}"))
-            if isinstance(opened, EncodedDataset) and len(splits) == 1:  # both splits remark the same
-                findings += _faults(side, opened.remarks)
+            if isinstance(opened, EncodedDataset):
+                findings += _faults(side, opened.remarks, findings)
         except NoEvalSplit:
             continue
         except UserError as error:
             if rejected is None or error.what != rejected.what:  # one fault may close both
                 if isinstance(error, FaultyData):
-                    findings += _faults(side, error.faults)
+                    findings += _faults(side, error.faults, findings)
                 else:
                     reason = f"cannot be opened: {error.what}; fix: {error.fix}"
                     findings.append(DatasetFinding(side, -1, "unopened", str(path), reason))
@@ -321,12 +325,11 @@ def _open_splits(path: Path, name: str, labels: str) -> tuple[list[_Split], list
     return loose, [found for found in findings if not (flat and found.kind == "unopened")]
 
 
-def _faults(side: str, faults: Sequence[Fault]) -> list[DatasetFinding]:
-    return [
-        DatasetFinding(side, -1, fault.kind, where, reason)
-        for fault in faults
-        for where, reason in fault.items
-    ]
+def _faults(side: str, faults: Sequence[Fault], known: Sequence[DatasetFinding]) -> list[DatasetFinding]:
+    """Findings for faults of the data that are not `known` from the other split."""
+    before = {(each.kind, each.path, each.reason) for each in known}
+    items = [(fault.kind, *item) for fault in faults for item in fault.items]
+    return [DatasetFinding(side, -1, *item) for item in items if item not in before]
 
 
 def _loose_splits(path: Path) -> list[_Split]:

@@ -22,6 +22,7 @@ from drumline.data.sources.base import (
     PooledDataset,
 )
 from drumline.data.sources.divide import reject_holdout
+from drumline.data.sources.webdataset import is_pattern
 
 __all__ = [
     "ArrayDataset",
@@ -96,7 +97,7 @@ def _detect(source: str, path: str) -> str:
     if not path:
         return "digits"
     place = Path(path).expanduser()
-    if not place.exists():
+    if not place.exists() and not is_pattern(path):
         raise UserError(
             f"data.path {path} does not exist", fix="check the path, and that the disk is mounted"
         )
