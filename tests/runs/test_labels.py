@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,24 @@ def test_a_fold_is_scored_as_in_its_run_and_not_for_other_data(folder: Path) -> 
     assert other["samples"] == 24
     both = drumline("eval", "runs/fold", "data.path=photos", "data.folds=4", folder=folder)
     assert "data.folds is 4, but photos has an evaluation split of its own" in both.stderr
+
+
+def test_shards_are_trained_on_and_scored_also_if_they_lack_classes(folder: Path) -> None:
+    for split, labels in (("train", (0, 1, 2) * 4), ("val", (0, 1, 1, 0, 1))):
+        with tarfile.open(folder / f"{split}-0.tar", "w") as archive:
+            for number, label in enumerate(labels):
+                image = (folder / f"photos/train/ant/{number % 8}.jpg").read_bytes()
+                for ending, data in (("jpg", image), ("cls", str(label).encode())):
+                    info = tarfile.TarInfo(f"{number}.{ending}")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+    trained = train(folder, "shards", "data.path={train,val}-0.tar", recipe=SMALL)
+    assert trained["samples"] == 5
+    scored = drumline("eval", "runs/shards", "data.path=val-{0..0}.tar", folder=folder)
+    assert (result(scored)["samples"], result(scored)["correct"]) == (5, trained["correct"])
+    assert "the data has 2 of the model's 3 classes, matched by number" in scored.stderr
+    report = result(drumline("verify", "val-{0..0}.tar", folder=folder))
+    assert (report["source"], report["samples"]) == ("webdataset", 5)
 
 
 def test_verify_and_pack_take_a_label_file_as_fields_or_options(folder: Path) -> None:

@@ -83,9 +83,11 @@ def main(argv: list[str]) -> int:
 def is_dataset(path: Path) -> bool:
     """Whether a path is data rather than a run or one of its checkpoints."""
     from drumline.data.packed.format import looks_packed
+    from drumline.data.sources.webdataset import is_pattern
     from drumline.state.checkpoint import checkpoints, is_checkpoint
 
-    if not path.is_dir() or looks_packed(path):  # a packed set has a manifest, as checkpoints do
+    # A packed set has a manifest, as checkpoints do.
+    if path.is_file() or is_pattern(str(path)) or looks_packed(path):
         return True
     # A distillation that was stopped in its initial phase has no checkpoints of its own yet.
     recipes = [path / "recipe.toml", *path.glob("initial-*/recipe.toml")] if path.is_dir() else []

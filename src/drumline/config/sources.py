@@ -27,7 +27,7 @@ class Source:
     augment: Literal["none", "shift", "shift-flip"] = "shift"
     """What `data.augment` = auto means for arrays. Image files get crop-flip."""
     class_folders: bool = False
-    """Whether classes are folders, whose names are compared even if they are numbers."""
+    """Whether the data names its classes, as folders do: names are compared even if they are numbers."""
 
 
 _ARRAYS, _CIFAR = "drumline.data.sources.arrays", "drumline.data.sources.cifar"
@@ -44,6 +44,7 @@ SOURCES: dict[str, Source] = {
         detect="drumline.data.sources.labels:is_labels",
         needs_path=False,
         may_hold_out=True,
+        class_folders=True,
     ),
     "tar": Source(
         "drumline.data.sources.tar:open_tar",

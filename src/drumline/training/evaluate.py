@@ -286,7 +286,8 @@ def model_to_score(
                 record.classes,
                 data,
                 set(np.unique(sets.eval.labels).tolist()),
-                by_number=recipe.model.classes == record.outputs,
+                # A shard's numbers are those of the whole data set, of whose classes some shards may lack the last.
+                by_number=recipe.model.classes == record.outputs or sets.name == "webdataset",
             )
         except OtherClasses as difference:
             raise _other_classes(file, record, difference) from difference

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from drumline.core.errors import UserError
+from drumline.data.classes import Classes, OtherClasses, label_map
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset
 from drumline.data.sources.base import FaultyData, NoEvalSplit, NoTrainSplit
 from drumline.data.sources.divide import fold_numbers, holdout_mask
@@ -137,6 +138,16 @@ def test_whole_numbers_are_sorted_by_value_and_other_labels_as_text(
 ) -> None:
     rows = "\n".join(f"{name}.jpg,{label}" for name, label in zip("abc", labels, strict=True))
     assert opened(root, f"path,label\n{rows}\n").classes == tuple(classes)
+
+
+def test_numbers_are_names_so_a_subset_is_matched_by_them(root: Path) -> None:
+    trained = Classes.of(opened(root, "path,label\na.jpg,0\nb.jpg,1\nc.jpg,2\n"))
+    scored = opened(root, "path,label\na.jpg,1\nb.jpg,0\n", "eval", whole=True)
+    mapped, _ = label_map(trained, Classes.of(scored), {0, 1})
+    assert mapped is not None
+    assert mapped.tolist() == [0, 1]
+    with pytest.raises(OtherClasses, match="'7'"):
+        label_map(trained, Classes.of(opened(root, "path,label\na.jpg,7\nb.jpg,0\n")), {0, 1})
 
 
 @pytest.mark.parametrize(
