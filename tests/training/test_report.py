@@ -132,6 +132,16 @@ def test_lines_fit_the_terminal_and_a_thousand_classes_do_not_flood_it(classes: 
         assert lines[23] == "most confused classes:"
 
 
+def test_a_class_that_is_taken_for_thousands_of_others_has_no_matrix() -> None:
+    samples = 20_000
+    labels, fixed = np.zeros(samples, dtype=np.int64), np.zeros(samples, dtype=np.int64)
+    found = Report([f"n{n}" for n in range(samples)], labels, np.arange(samples), fixed, finite=True)
+    lines = class_lines(found, 80)
+    assert lines[1].split() == ["n0", "20,000", "1", "0.0%", "n1", "(1)"]
+    assert lines[3] == "most confused classes:"
+    assert len(lines) == 14
+
+
 def test_predictions_are_a_row_for_each_sample() -> None:
     images = np.zeros((3, 2, 2, 1), dtype=np.uint8)
     data = ArrayDataset("npz", images, np.array([0, 1, 1]), ("a", "b"))

@@ -7,6 +7,7 @@ settings under the same name are rejected, so the runs of a summary differ in no
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -110,6 +111,7 @@ def repeat(runs: Sequence[Recipe], job: str) -> int:
             _report(folders[: number - 1])
             say(f"seed {recipe.run.seed} did not finish; the same command continues with it")
             raise
+        gc.collect()  # its model and graphs, before the next run allocates its own
         if not result["finished"]:
             _report(folders[: number - 1])
             say(f"stopped at seed {recipe.run.seed}; the same command continues with it")

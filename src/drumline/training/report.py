@@ -111,9 +111,11 @@ class Report:
     def confusions(self) -> list[tuple[int, int, int]]:
         """Label, prediction and how often, for each pair that occurs: the most frequent first, of equals in the order
         of the classes. The diagonal is included."""
-        pairs, counts = np.unique(np.stack([self.labels, self.predictions]), axis=1, return_counts=True)
+        many = len(self.names) + 1
+        pairs, counts = np.unique(self.labels * many + self.predictions - NO_CLASS, return_counts=True)
         order = np.argsort(-counts, kind="stable")
-        return [(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in order]
+        labels, predictions = pairs[order] // many, pairs[order] % many + NO_CLASS
+        return list(zip(labels.tolist(), predictions.tolist(), counts[order].tolist(), strict=True))
 
     @cached_property
     def classes(self) -> list[ClassScore]:

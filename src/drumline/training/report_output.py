@@ -94,8 +94,9 @@ def _matrix_lines(report: Report, width: int) -> list[str]:
     """The confusion matrix with a row for each label and a numbered column for each prediction; empty if it does not
     fit."""
     names = [one.name for one in report.classes]
-    if any(prediction == NO_CLASS for _, prediction, _ in report.confusions):
-        return []  # the rows would not add up
+    too_wide = 3 * len(names) > width  # checked first: of 20,000 classes, the matrix would fill the memory
+    if too_wide or any(prediction == NO_CLASS for _, prediction, _ in report.confusions):
+        return []  # with NaN, the rows would not add up
     rows = list(_matrix_rows(report))
     cell = 2 + max(len(f"{max(map(max, rows)):,}"), len(str(len(names))))
     number = len(str(len(names)))
