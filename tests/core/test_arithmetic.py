@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 
+import pytest
 import torch
 from torch import nn
 
-from drumline.core.arithmetic import leave_no_trace, threads_per_process
+from drumline.core.arithmetic import leave_no_trace, threads_per_process, undone_if
 from drumline.core.machine import usable_cores
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -45,3 +46,14 @@ def test_nothing_that_happens_inside_leaves_a_trace() -> None:
     assert own.tolist() == [0, 1, 2]
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert random.getstate() == generators[1]
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_changes_are_undone_if_something_was_found_whatever_the_memory_layout(found: float) -> None:
+    tensors = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(()), torch.randn(7)]
+    before = [tensor.clone() for tensor in tensors]
+    with undone_if(torch.tensor(found), tensors):
+        for tensor in tensors:
+            tensor.add_(1)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old if found else old + 1)

@@ -47,8 +47,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Ten
 def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """Each class as a yes-or-no question, averaged over the classes (Wightman et al., 2021)."""
     rest = smoothing / logits.shape[1]
-    targets = torch.full_like(logits, rest)
-    targets.scatter_(1, labels.unsqueeze(1), 1.0 - smoothing + rest)
+    own = labels.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
+    targets = torch.where(own, 1.0 - smoothing + rest, rest).to(logits.dtype)
     with autocast(logits.device, FP32):
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from drumline.config.learning import Optim
 from drumline.config.sources import names_code
-from drumline.core.arithmetic import EagerOptimizer, eager_step
+from drumline.core.arithmetic import EagerOptimizer, eager_step, undone_if
 from drumline.training.own_optimizer import own_optimizer
 
 Norms = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
@@ -165,12 +165,8 @@ class DeviceRate(EagerOptimizer):
             if found_inf is None:
                 self.update(group, parameters, gradients)
                 continue
-            # In one tensor: a kernel for each would take longer than the step itself.
-            touched = [_in_memory(t) for p in parameters for t in (p, *self.state[p].values())]
-            before = torch.cat(touched)
-            self.update(group, parameters, gradients)
-            after = torch.where(found_inf.to(device) > 0, before, torch.cat(touched))
-            torch._foreach_copy_(touched, list(after.split([tensor.numel() for tensor in touched])))
+            with undone_if(found_inf, [t for p in parameters for t in (p, *self.state[p].values())]):
+                self.update(group, parameters, gradients)
 
     def update(
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
@@ -242,11 +238,6 @@ class LAMB(DeviceRate):
             ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
             directions = torch._foreach_mul(directions, list(ratios.unbind()))
         torch._foreach_sub_(parameters, torch._foreach_mul(directions, group["lr"]))
-
-
-def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a dense tensor in memory order, whatever its layout."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

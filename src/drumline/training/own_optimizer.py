@@ -14,6 +14,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from drumline.config.learning import Optim
 from drumline.config.limits import keyword_arguments
-from drumline.core.arithmetic import EagerOptimizer, leave_no_trace
+from drumline.core.arithmetic import EagerOptimizer, leave_no_trace, undone_if
 from drumline.core.errors import UserError
 from drumline.core.named import accepts, load_named, signature_of
 
@@ -113,6 +114,15 @@ class OwnOptimizer(EagerOptimizer):
         self._host = torch.zeros(len(self._parameters) + counted + grouped, dtype=torch.float64)
         self._begun = self._host[: len(self._parameters)]
         self._make_slots(shown)
+        by_kind: dict[Any, list[Tensor]] = {}
+        for tensor in (
+            *self._parameters,
+            *(each for slots in self.state.values() for each in slots.values()),
+        ):
+            if tensor.device.type != "cpu":
+                by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        self._on_devices = list(by_kind.values())
+        """What a step writes on GPUs, by device and type: all but a few numbers on the host."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -121,28 +131,28 @@ class OwnOptimizer(EagerOptimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         moving = [(n, p) for n, p in enumerate(self._parameters) if p.grad is not None]
-        before: list[Tensor] = []
+        undone: list[list[Tensor]] = []
         if found_inf is not None:
             waits_anyway = found_inf.device.type == "cpu" or not all(self._attached[n] for n, _ in moving)
             if waits_anyway:
                 if found_inf > 0:
                     return
             else:
-                before = [tensor.clone() for tensor in self._on_device()]
+                undone = self._on_devices
         if scale is not None:
             for _, p in moving:
                 assert p.grad is not None
                 p.grad.div_(scale.to(p.grad.device))
         self._bring_in()
         constant = self._group_constants()
-        self.inner.step()
-        if self._group_constants() != constant:
-            raise self._hidden("numbers of its parameter groups that did not change in the trial steps")
-        self._take_out([n for n, _ in moving])
-        if before:
-            assert found_inf is not None
-            for tensor, old in zip(self._on_device(), before, strict=True):
-                tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, old, tensor))
+        with ExitStack() as undoing:
+            for tensors in undone:
+                assert found_inf is not None
+                undoing.enter_context(undone_if(found_inf, tensors))
+            self.inner.step()
+            if self._group_constants() != constant:
+                raise self._hidden("numbers of its parameter groups that did not change in the trial steps")
+            self._take_out([n for n, _ in moving])
 
     def _make_slots(self, shown: _Shown) -> None:
         free = len(self._parameters)
@@ -211,11 +221,6 @@ class OwnOptimizer(EagerOptimizer):
         for group, names in zip(self.param_groups, self._of_groups, strict=True):
             for name, (_, views) in names.items():
                 views.fill_(group[name])
-
-    def _on_device(self) -> list[Tensor]:
-        """What a step writes, except the few numbers on the host of a GPU."""
-        state = [tensor for slots in self.state.values() for tensor in slots.values()]
-        return [tensor for tensor in (*self._parameters, *state) if tensor.device.type != "cpu"]
 
     def _group_constants(self) -> list[Slots]:
         return [
