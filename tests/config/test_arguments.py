@@ -223,6 +223,16 @@ def test_evaluation_needs_trust_for_the_code_that_it_runs(name: str, tmp_path: P
         read_recipe([str(file)], "eval", RecipeOptions)
 
 
+def test_optimizers_and_losses_of_torch_need_no_trust(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text('[optim]\nname = "torch.optim:NAdam"\n[train]\nloss = "torch.nn:MultiMarginLoss"\n')
+    assert train(str(file)).recipe.optim.name == "torch.optim:NAdam"
+    for name in ("torch.hub:load", "torch:load", "torch.optim.mine:f"):
+        file.write_text(f'[optim]\nname = "{name}"\n')
+        with pytest.raises(UserError, match="runs the code of"):
+            train(str(file))
+
+
 def test_arguments_are_typed_by_their_text() -> None:
     texts = ("a:1", "b:0.5", "c:true", "d:None", "e:cifar", "f=1e-3", "g:-2", "h:x=y")
     assert keyword_arguments(texts) == {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, describe, named_code
 from drumline.config.fields import with_values
-from drumline.config.sources import names_code
+from drumline.config.sources import needs_trust
 from drumline.core.errors import UserError, combined
 from drumline.core.text import counted, message
 
@@ -270,7 +270,7 @@ class _DryRun:
 
     def _is_untrusted(self, names: Iterable[str], field: str) -> bool:
         from_file = self._origins.get(field, COMMAND_LINE) != COMMAND_LINE
-        return from_file and not self._trust and any(map(names_code, names))
+        return from_file and not self._trust and any(map(needs_trust, names))
 
 
 def _check_writable(base: Path) -> None:

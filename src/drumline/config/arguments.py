@@ -41,7 +41,7 @@ from drumline.config.finetune import FINETUNE, without_finetune
 from drumline.config.layouts import Problem, not_offered
 from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
-from drumline.config.sources import SOURCES, names_code
+from drumline.config.sources import SOURCES, names_code, needs_trust
 from drumline.config.toml import dump_recipe, literal, load_recipe, short_literal
 from drumline.core.errors import UserError, combined
 from drumline.core.text import did_you_mean, either
@@ -385,7 +385,8 @@ def _untrusted_code(recipe: Recipe, origins: Mapping[str, str], command: str) ->
     come from someone else; what is on the command line is the user's own."""
     errors = []
     for name, code in named_code(recipe, EVALUATED if command == "eval" else CODE_FIELDS).items():
-        if origins.get(name, COMMAND_LINE) != COMMAND_LINE:
+        code = tuple(filter(needs_trust, code))
+        if code and origins.get(name, COMMAND_LINE) != COMMAND_LINE:
             value = value_of(recipe, name)
             names = value if isinstance(value, tuple) else (value,)
             module = code[0].partition(":")[0]

@@ -115,6 +115,15 @@ def names_code(name: str) -> bool:
     return ":" in name and not name.startswith(("torchvision/", "timm/"))
 
 
+INSTALLED = ("torch.optim", "torch.nn", "torch.nn.functional")
+"""Modules of torch that only define optimizers, layers and losses."""
+
+
+def needs_trust(name: str) -> bool:
+    """Whether a name is code that a recipe from elsewhere may not run unasked."""
+    return names_code(name) and name.partition(":")[0] not in INSTALLED
+
+
 SOURCE_NAMES = Names(
     ("auto", *SOURCES),
     details="The sources, with the meaning of `path`: "

@@ -22,6 +22,7 @@ from typing import Any
 from drumline.config.arguments import named_code
 from drumline.config.fields import recipe_fields, with_values
 from drumline.config.recipe import Distill, Recipe
+from drumline.config.sources import needs_trust
 from drumline.config.toml import dump_recipe
 from drumline.core.environment import CLAIMED
 from drumline.core.errors import UserError
@@ -289,7 +290,8 @@ def resume_command(recipe: Recipe, folder: Path) -> str:
     if folder.name.startswith("initial-"):  # an initial phase, whose run has no recipe.toml yet
         name = shlex.quote(f"run.name={folder.parent.name}")
         return f"drumline {command_of(recipe)} ... {name} checkpoint.resume=auto"
-    trust = ["--trust"] if named_code(recipe) else []
+    code = (name for names in named_code(recipe).values() for name in names)
+    trust = ["--trust"] if any(map(needs_trust, code)) else []
     return f"drumline resume {shlex.join([str(folder), *trust])}"
 
 
