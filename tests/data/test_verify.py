@@ -12,10 +12,12 @@ import tarfile
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from drumline import native
 from drumline.cli.verify import SHOWN, describe, is_dataset, summary, write_list
@@ -396,6 +398,21 @@ def test_names_that_are_not_text_or_control_a_terminal_are_escaped(tmp_path: Pat
     assert all(row.count(b"\t") == 4 for row in rows)
     assert folder + b"/caf\xe9.jpg" in b"\t".join(rows)
     assert b"\x1b" not in b"".join(rows)
+
+
+@pytest.mark.parametrize("division", [{"holdout": 0.5}, {"folds": 2, "fold": 1}])
+def test_equal_files_in_the_two_parts_of_a_division_are_leaks(
+    tmp_path: Path, division: dict[str, Any]
+) -> None:
+    for number in range(8):
+        file = tmp_path / "cat" / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (6, 6), (number % 2 * 200, 9, 9)).save(file)
+    assert verify_dataset(tmp_path, workers=1).kinds["leak"] == 0
+    divided = DatasetSpec("auto", "", "train", **division)
+    report = verify_dataset(tmp_path, workers=1, divided=divided)
+    assert dict(report.splits) == {"train": 4, "eval": 4}
+    assert report.kinds["leak"] == 4
 
 
 def test_a_list_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
-from drumline.config.learning import AutoInt, SourceName
+from drumline.config.learning import AutoInt, Fraction, SourceName
 from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.core.files import check_output, write_output
@@ -32,6 +32,14 @@ class Options:
     """Write all findings to this file, one per line, separated by tabs. Data sets only."""
     labels: str = ""
     """A .csv, .tsv or .parquet file with the labels of the images in PATH (as data.labels). Data sets only."""
+    holdout: Fraction = 0.0
+    """Divide data without an evaluation split as data.holdout does, and compare the two parts. Data sets only."""
+    folds: Annotated[int, Range(2, 1000, or_zero=True)] = 0
+    """The same for the folds of data.folds. Data sets only."""
+    fold: Annotated[int, Range(0)] = 0
+    """As data.fold. Data sets only."""
+    split_seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """As data.split_seed. Data sets only."""
     workers: Annotated[AutoInt, Range(1, 1024)] = "auto"
     """Processes that decode. Data sets only. `auto`: one per core."""
     source: SourceName = "auto"
@@ -58,6 +66,7 @@ COMMAND = Command(
   drumline verify runs/photos-resnet50-1
   drumline verify photos --list broken.tsv
   drumline verify photos --labels labels.csv
+  drumline verify photos/train --holdout 0.1
 """,
 )
 
@@ -96,13 +105,28 @@ def is_dataset(path: Path) -> bool:
 
 
 def _verify_dataset(path: Path, options: Options) -> int:
+    from drumline.data.sources import DatasetSpec
     from drumline.data.verify import verify_dataset
 
     listing = Path(options.list) if options.list else None
     if listing:
         check_output("--list", listing)
     workers = None if options.workers == "auto" else options.workers
-    report = verify_dataset(path, options.source, workers, options.labels)
+    if (options.holdout and options.folds) or options.fold >= max(options.folds, 1):
+        raise UserError(
+            f"--holdout {options.holdout:g}, --folds {options.folds}, --fold {options.fold} do not fit together",
+            "give --holdout, or --folds N with a --fold below N",
+        )
+    divided = DatasetSpec(
+        "auto",
+        str(path),
+        "train",
+        options.holdout,
+        folds=options.folds,
+        fold=options.fold,
+        split_seed=options.split_seed,
+    )
+    report = verify_dataset(path, options.source, workers, options.labels, divided)
     for line in describe(report):
         print(line)
     if listing:

@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -131,15 +131,21 @@ class DatasetReport:
 
 
 def verify_dataset(
-    path: Path, source: str = "auto", workers: int | None = None, labels: str = ""
+    path: Path,
+    source: str = "auto",
+    workers: int | None = None,
+    labels: str = "",
+    divided: DatasetSpec | None = None,
 ) -> DatasetReport:
-    """Reads and decodes every sample of a data set, with `workers` processes (by default one per core).
+    """Reads and decodes every sample of a data set, with `workers` processes (by default one per core). `divided`
+    says how a run would divide data without an evaluation split.
 
     A path without data is a `UserError`. A split that does not open is a finding, and then all image files below its
     folder are checked.
     """
     name = detect_source(source, str(path), labels=labels)
-    splits, findings = _open_splits(path, name, labels)
+    divided = divided or DatasetSpec(name, str(path), "train")
+    splits, findings = _open_splits(path, replace(divided, source=name, path=str(path), labels=labels))
     total = sum(len(split.source) for split in splits)
     workers = min(workers or usable_cores(), -(-total // CHUNK))
     digests = {split.name: np.zeros((len(split.source), 2), np.uint64) for split in splits}
@@ -283,13 +289,13 @@ class _Split:
         return f"{self.name} image {sample}"
 
 
-def _open_splits(path: Path, name: str, labels: str) -> tuple[list[_Split], list[DatasetFinding]]:
+def _open_splits(path: Path, whole: DatasetSpec) -> tuple[list[_Split], list[DatasetFinding]]:
     """The splits that can be examined, and a finding for each that a run could not open."""
     splits: list[_Split] = []
     findings: list[DatasetFinding] = []
     rejected: UserError | None = None
     for side in SPLITS:
-        spec = DatasetSpec(name, str(path), side, labels=labels)
+        spec = replace(whole, split=side)
         try:
             opened = open_dataset(spec)
             if isinstance(opened, PackedArrays):
@@ -309,6 +315,7 @@ def _open_splits(path: Path, name: str, labels: str) -> tuple[list[_Split], list
                     reason = f"cannot be opened: {error.what}; fix: {error.fix}"
                     findings.append(DatasetFinding(side, -1, "unopened", str(path), reason))
             rejected = error
+    name = whole.source
     if name == "labels" and isinstance(rejected, FaultyData):
         root = path if path.is_dir() else path.parent
         return [_Split("images", root, LooseFiles(root))], findings

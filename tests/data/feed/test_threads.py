@@ -228,6 +228,10 @@ def test_batches_of_changing_length_and_repeated_samples_are_right(
     source = opened(specs[kind])
     draw = np.random.default_rng(1)
     wanted = [Request(epoch, draw.integers(0, SAMPLES, draw.integers(1, 12))) for epoch in range(12)]
+    # As class-balanced sampling asks: the repeats of a sample have crops, and substitutes, of their own.
+    repeated = np.repeat(draw.integers(0, SAMPLES, 4), 3)
+    wanted.append(Request(3, repeated, np.tile(np.arange(3), 4)))
+    wanted.append(Request(4, np.full(3, 11), np.arange(3)))
     for ours, request in zip(run(source, VIEWS["training"], 3, wanted), wanted, strict=True):
         assert_equal(ours, make_batch(source, VIEWS["training"], SEED, request))
 
