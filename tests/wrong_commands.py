@@ -187,7 +187,7 @@ WRONG_COMMANDS = [
     ),
     _line(
         "uneven shards",
-        "run.strict=true run.shards=3",
+        "run.strict=true run.shards=3 data.batch=128",
         "cannot be divided into 3 equal shards",
         "--data.batch 129",
     ),

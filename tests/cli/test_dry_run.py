@@ -63,6 +63,7 @@ def test_a_dry_run_prints_what_would_happen(capsys: pytest.CaptureFixture[str]) 
     )
     assert dry(capsys, *words, "run.device=cpu").splitlines() == [
         "data: folder photos, 12 samples to train, 12 to evaluate, 2 classes; 6 steps of 5 samples, 2 per epoch",
+        "chosen for 12 training samples, from scratch: optim.lr=0.0039 optim.warmup_epochs=0.15",
         "model: resnet8, 77,522 parameters",
         "processes: 2 on the CPU",
         "run folder: a new one, runs/photos-resnet8-N",
@@ -198,7 +199,7 @@ def test_eval_checks_data_and_weights(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_is_frozen_and_the_rates_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("data.source=digits", "model.name=resnet8", "optim.lr=0.1")
+    words = ("data.source=digits", "data.batch=128", "model.name=resnet8", "optim.lr=0.1")
     said = dry(capsys, *words, "train.freeze=stem,layer1", "train.unfreeze_epoch=2", "optim.head_lr=10")
     assert (
         "frozen until step 22: stem, layer1: 5,136 of 78,042 parameters; 3 layers with running statistics in "

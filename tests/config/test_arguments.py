@@ -278,10 +278,11 @@ def test_describe_writes_a_recipe_file_with_the_same_recipe_and_the_origins_of_i
     (folder / "again.toml").write_text(text)
     assert load_recipe("again.toml").recipe == result.recipe
     lines = text.split("\n")
-    assert "lr = 0.2  # my\\nrecipe.toml:2; default 0.1" in lines
+    assert 'lr = 0.2  # my\\nrecipe.toml:2; default "auto"' in lines
     assert "betas = [0.8, 0.9]  # command line; default [0.9, 0.999]" in lines
-    assert "epochs = 10.0" in lines
-    assert sum("  # " in line for line in lines) == 3
+    assert 'epochs = 10.0  # my\\nrecipe.toml:6; default "auto"' in lines
+    assert 'warmup_epochs = "auto"' in lines
+    assert sum("  # " in line for line in lines) == 4
 
 
 def test_reading_a_command_line_does_not_import_torch() -> None:

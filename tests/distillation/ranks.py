@@ -50,7 +50,7 @@ def recipe_of(folder: Path, methods: tuple[str, ...]) -> Recipe:
         run=Run(seed=3),
         data=Data(source="digits", batch=BATCH, workers=0),
         model=Model(name="tests.distillation.nets:alone"),
-        optim=Optim(lr=0.02, momentum=0.9),
+        optim=Optim(lr=0.02, momentum=0.9, warmup_epochs=0),
         train=Train(steps=2),
         distill=Distill(
             teacher=("resnet14",),

@@ -247,6 +247,7 @@ def test_a_teacher_in_virtual_stages_works_with_a_student_without_stages() -> No
 
 def test_a_pipeline_in_one_process_rejects_a_teacher_over_processes() -> None:
     recipe = Recipe(
+        data=Data(batch=128),
         distill=Distill(teacher_layout="pipeline"),
         parallel=Parallel(layout="pipeline", stages=2, virtual=True),
     )

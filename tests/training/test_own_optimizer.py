@@ -169,7 +169,7 @@ def test_scaled_gradients_are_unscaled() -> None:
 )
 def test_a_mistake_is_reported_before_the_first_step(name: str, words: str, fix: str) -> None:
     with pytest.raises(UserError) as error:
-        built(Optim(name=name), model())
+        built(Optim(lr=0.1, name=name), model())
     assert error.value.what.startswith(f"optim.name {name}: ")
     assert words in error.value.what
     assert fix in error.value.fix
@@ -177,14 +177,14 @@ def test_a_mistake_is_reported_before_the_first_step(name: str, words: str, fix:
 
 def test_an_optimizer_that_needs_a_closure_is_rejected() -> None:
     with pytest.raises(UserError, match=r"its step raised TypeError: .*closure"):
-        built(Optim(name="torch.optim:LBFGS", weight_decay=0.0), model())
+        built(Optim(lr=0.1, name="torch.optim:LBFGS", weight_decay=0.0), model())
 
 
 def test_unknown_arguments_are_rejected_with_the_known_ones() -> None:
     with pytest.raises(
         UserError, match=r"cannot be called with lr, weight_decay, beta1; its parameters are lr, betas"
     ):
-        built(Optim(name="torch.optim:NAdam", args=("beta1:0.9",)), model())
+        built(Optim(lr=0.1, name="torch.optim:NAdam", args=("beta1:0.9",)), model())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drumline.config.fields import value_of, with_values
 from drumline.config.recipe import Checkpoint, Data, Optim, Recipe, Train
 from drumline.core.errors import UserError
 from drumline.training.schedule import Plan, build_schedule, make_plan, scaled_rate
@@ -39,13 +40,13 @@ def test_cosine_starts_at_the_peak_and_ends_at_the_final_share(warmup: float, fi
 
 
 def test_step_multiplies_by_gamma_at_each_milestone() -> None:
-    optim = Optim(lr=1.0, schedule="step", milestones=(2.0, 3.5), gamma=0.5)
+    optim = Optim(lr=1.0, schedule="step", milestones=(2.0, 3.5), gamma=0.5, warmup_epochs=0)
     schedule = build_schedule(optim, 128, total=50, per_epoch=10)
     assert [schedule(step) for step in (0, 19, 20, 34, 35, 49)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_step_without_milestones_drops_at_a_half_and_three_quarters() -> None:
-    schedule = build_schedule(Optim(lr=1.0, schedule="step"), 128, total=80, per_epoch=7)
+    schedule = build_schedule(Optim(lr=1.0, schedule="step", warmup_epochs=0), 128, total=80, per_epoch=7)
     drops = [step for step in range(1, 80) if schedule(step) < schedule(step - 1)]
     assert drops == [40, 60]
     assert schedule(79) == pytest.approx(0.01)
@@ -61,7 +62,8 @@ def test_the_rate_scales_with_the_global_batch_as_asked() -> None:
     assert scaled_rate(Optim(lr=0.1, lr_scaling="linear"), 1024) == pytest.approx(0.4)
     assert scaled_rate(Optim(lr=0.1, lr_scaling="sqrt"), 1024) == pytest.approx(0.2)
     assert scaled_rate(Optim(lr=0.1, lr_scaling="linear", reference_batch=128), 64) == pytest.approx(0.05)
-    assert build_schedule(Optim(lr=0.1, lr_scaling="linear"), 512, 10, 10)(0) == pytest.approx(0.2)
+    linear = Optim(lr=0.1, lr_scaling="linear", warmup_epochs=0)
+    assert build_schedule(linear, 512, 10, 10)(0) == pytest.approx(0.2)
 
 
 def test_a_resumed_run_takes_the_same_rate_at_every_step() -> None:
@@ -76,11 +78,16 @@ def test_a_resumed_run_takes_the_same_rate_at_every_step() -> None:
 @pytest.mark.parametrize("step", [-1, 10])
 def test_a_rate_outside_the_run_is_an_assertion_error(step: int) -> None:
     with pytest.raises(AssertionError):
-        build_schedule(Optim(), 128, 10, 10)(step)
+        build_schedule(Optim(lr=0.1, warmup_epochs=0), 128, 10, 10)(step)
+
+
+FIXED = {"data.batch": 128, "train.epochs": 10.0, "optim.lr": 0.1, "optim.warmup_epochs": 0.0}
 
 
 def plan(samples: int = 1000, **sections: Any) -> Plan:
-    return make_plan(Recipe(**sections), samples)
+    recipe = Recipe(**sections)
+    auto = {name: value for name, value in FIXED.items() if value_of(recipe, name) == "auto"}
+    return make_plan(with_values(recipe, auto), samples)
 
 
 def test_epochs_become_steps_and_steps_win_over_epochs() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from drumline.config.arguments import COMMAND_LINE, Invocation, RecipeOptions, describe, named_code
-from drumline.config.fields import with_values
+from drumline.config.fields import recipe_fields, value_of, with_values
 from drumline.config.sources import needs_trust
 from drumline.core.errors import UserError, combined
 from drumline.core.text import counted, message
@@ -35,8 +35,12 @@ def show(invocation: Invocation[RecipeOptions], command: Literal["train", "disti
         invocation = _resolved(invocation, command)
     except UserError as error:
         errors.append(error)
-    print(describe(invocation.recipe, invocation.origins), end="", flush=True)
-    for line in _what_would_happen(invocation, command, errors):
+    run = _DryRun(invocation, to_score=command == "eval")
+    lines = _what_would_happen(run, command, errors)
+    print(describe(run.recipe, run.origins), end="", flush=True)
+    if errors:
+        raise combined(errors)
+    for line in lines:
         print(message(line), file=sys.stderr)
     return 0
 
@@ -52,11 +56,8 @@ def _resolved(invocation: Invocation[RecipeOptions], command: str) -> Invocation
     return replace(invocation, recipe=with_values(recipe, decided), origins=origins)
 
 
-def _what_would_happen(
-    invocation: Invocation[RecipeOptions], command: str, errors: list[UserError]
-) -> list[str]:
-    """Lines about each check. `errors` are those that were found before."""
-    run = _DryRun(invocation, to_score=command == "eval")
+def _what_would_happen(run: _DryRun, command: str, errors: list[UserError]) -> list[str]:
+    """Lines about each check. Adds to the errors that were found before."""
     checks = {
         "train": (run.data, run.best_metric, run.own_code, run.model, run.processes, run.folder),
         "distill": (
@@ -71,15 +72,14 @@ def _what_would_happen(
         "eval": (run.data, run.scored, run.processes),
     }
     lines: list[str] = []
+    has_name = not errors
     for check in checks[command]:
-        if errors and check in (run.model, run.scored):
-            continue  # it has no name
+        if not has_name and check in (run.model, run.scored):
+            continue
         try:
             lines += check()
         except UserError as error:
             errors.append(error)
-    if errors:
-        raise combined(errors)
     return [*lines, "nothing was started"]
 
 
@@ -87,7 +87,8 @@ class _DryRun:
     """Each method checks one thing with the run's own functions, and returns lines about it."""
 
     def __init__(self, invocation: Invocation[RecipeOptions], to_score: bool) -> None:
-        self.recipe, self._origins, self._to_score = invocation.recipe, invocation.origins, to_score
+        self.recipe, self._to_score = invocation.recipe, to_score
+        self.origins = dict(invocation.origins)
         self._trust = invocation.options.trust
         self._source = ""
         self._sets: Sets | None = None
@@ -96,10 +97,11 @@ class _DryRun:
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
         from drumline.parallel.strategy import strategy_class
+        from drumline.training.defaults import settle
         from drumline.training.schedule import make_plan
         from drumline.training.sets import open_sets
 
-        data = self.recipe.data
+        given, data = self.recipe, self.recipe.data
         self._source = detect_source(data.source, data.path, labels=data.labels)
         if self._is_untrusted((self._source,), "data.source"):
             return [f"data: {self._source}; not opened, because that would run its code; --trust allows it"]
@@ -110,12 +112,19 @@ class _DryRun:
         classes = counted(len(sets.train.classes), "class", "classes")
         if self._to_score:
             return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]
+        self.recipe, chosen = settle(given, len(sets.train))
+        for field in recipe_fields():
+            if value_of(self.recipe, field) != value_of(given, field):
+                self.origins[field] = f"chosen for {counted(len(sets.train), 'sample')}"
+        self.recipe.check()
         self._plan = plan = make_plan(self.recipe, len(sets.train))
+        batch = self.recipe.data.batch
         world = self._whole_world()
         strategy_class(self.recipe, world.size).check(self.recipe, world)
         return [
             f"{name}, {counted(len(sets.train), 'sample')} to train, {len(sets.eval):,} to evaluate, {classes}; "
-            f"{counted(plan.total, 'step')} of {counted(data.batch, 'sample')}, {plan.per_epoch:,} per epoch",
+            f"{counted(plan.total, 'step')} of {counted(batch, 'sample')}, {plan.per_epoch:,} per epoch",
+            *filter(None, [chosen]),
             *sets.warnings,
             *sets.sampling(self.recipe),
         ]
@@ -269,7 +278,7 @@ class _DryRun:
         return [f"run folder: {base / name}{resumed or ' (new)'}"]
 
     def _is_untrusted(self, names: Iterable[str], field: str) -> bool:
-        from_file = self._origins.get(field, COMMAND_LINE) != COMMAND_LINE
+        from_file = self.origins.get(field, COMMAND_LINE) != COMMAND_LINE
         return from_file and not self._trust and any(map(needs_trust, names))
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from drumline.config.limits import Arguments, ClassWeights, Descriptions, Names, PerMachine, Values, Wrong
+from drumline.config.limits import Descriptions, Names, PerMachine, Wrong
 from drumline.config.recipe import Recipe
 from drumline.core.text import near
 
@@ -73,14 +73,14 @@ class Field:
         """A value to show in a fix. Not an empty or false default, which would teach nothing."""
         if isinstance(self.default, bool):
             return not self.default
+        listed = [limit.example for limit in self.limits if getattr(limit, "example", None) is not None]
         if self.default not in ("", (), MISSING):
-            return self.default
-        listed = [limit.example for limit in self.limits if isinstance(limit, EXAMPLES)]
+            number = self.default == "auto" and listed and not isinstance(listed[0], str)
+            return listed[0] if number else self.default
         kind = get_args(self.hint)[0] if get_origin(self.hint) is tuple else self.hint
         return listed[0] if listed else from_text(self.hint, [_SAMPLES[kind]])
 
 
-EXAMPLES = Values | Names | ClassWeights | Arguments
 """The limits that have an example."""
 
 

@@ -183,7 +183,7 @@ def _with_stages(recipe: Recipe, world: int) -> Iterator[Problem]:
     if train.accumulate > 1:
         yield Problem("train.accumulate", "not supported with stages", "use --parallel.micro_batches")
     unit = data.mixing_unit
-    if isinstance(micro, int) and data.batch < micro * unit:
+    if isinstance(micro, int) and data.batch != "auto" and data.batch < micro * unit:
         yield Problem(
             "parallel.micro_batches",
             f"data.batch = {data.batch} has too few samples"

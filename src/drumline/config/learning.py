@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.limits import (
     MODEL_ARGUMENTS,
@@ -20,14 +20,20 @@ from drumline.core.precision import PRECISIONS
 
 AutoInt = int | Literal["auto"]
 AutoFloat = float | Literal["auto"]
+AUTO: Any = "auto"
 Fraction = Annotated[float, Range(0, below=1)]
 SourceName = Annotated[str, SOURCE_NAMES]
 CHANNELS = Length((1, 3), "one for grey images, three for colour")
 PIXELS = "pixel values are between 0 and 1 here, so divide by 255 if necessary"
 if TYPE_CHECKING:
     PrecisionName = str
+    SettledInt = int
+    SettledFloat = float
 else:
     PrecisionName = Literal["auto", *PRECISIONS]
+    # `training/defaults.py` replaces `auto` once the data is open. What follows sees a number.
+    SettledInt = AutoInt
+    SettledFloat = AutoFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +50,9 @@ class Data:
     """File with the labels of the images: .csv, .tsv or .parquet with the columns `path`, `label` and, unless
     `holdout` or `folds` divides the data, `split` (train, val or test). Its paths start from `data.path`, or from its
     own folder if that is empty. Empty: folders are the labels."""
-    batch: Annotated[int, Range(1)] = 128
-    """Global batch: samples per optimizer step, over all processes and accumulation steps together."""
+    batch: Annotated[SettledInt, Range(1, example=64)] = AUTO
+    """Global batch: samples per optimizer step, over all processes and accumulation steps together. `auto`: 16 to 128
+    by the number of training samples, for about 20 steps per epoch or more."""
     size: Annotated[AutoInt, Range(1)] = "auto"
     """Side of the square image that the model gets. `auto`: the stored size for arrays, 224 for image files."""
     workers: Annotated[AutoInt, Range(0), PerMachine()] = "auto"
@@ -161,8 +168,10 @@ class Optim:
     args: Annotated[tuple[str, ...], OPTIMIZER_ARGUMENTS] = ()
     """Arguments of your own optimizer, as `momentum_decay:0.004,decoupled_weight_decay:true`."""
     # Above 3e38 the rate does not fit into a float32 tensor.
-    lr: Annotated[float, Range(0, 1e6)] = 0.1
-    """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`."""
+    lr: Annotated[SettledFloat, Range(0, 1e6, example=0.1)] = AUTO
+    """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`. `auto`: by optimizer and batch; for sgd
+    0.1 at a batch of 128, and a tenth of it if the run starts from `model.weights`. Your own optimizer needs a
+    number."""
     head_lr: Annotated[float, Range(0, 1e6)] = 1.0
     """Factor on the learning rate for the classifier, the model's last linear layer. 10 is usual for a new classifier
     on trained weights."""
@@ -192,8 +201,8 @@ class Optim:
     """Maximum norm of all gradients together; larger ones are scaled down. 0: off."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_epochs: Annotated[float, Range(0)] = 0.0
-    """Epochs of linear warm-up from near zero."""
+    warmup_epochs: Annotated[SettledFloat, Range(0, example=2.0)] = AUTO
+    """Epochs of linear warm-up from near zero. `auto`: a twentieth of the run."""
     milestones: Annotated[tuple[float, ...], Range(above=0)] = ()
     """Epochs at which schedule `step` multiplies the rate by `gamma`. Empty: at 1/2 and 3/4 of the run."""
     gamma: Annotated[float, Range(0)] = 0.1
@@ -206,8 +215,9 @@ class Optim:
 class Train:
     """How long to train, and in which arithmetic."""
 
-    epochs: Annotated[float, Range(0)] = 10.0
-    """Passes over the training data. Ignored if `steps` is set."""
+    epochs: Annotated[SettledFloat, Range(0, example=10.0)] = AUTO
+    """Passes over the training data. Ignored if `steps` is set. `auto`: 30 to 80 from scratch, 5 to 20 if the run
+    starts from `model.weights`; the more, the fewer training samples there are."""
     steps: Annotated[int, Range(0)] = 0
     """Total optimizer steps. 0: `epochs` decides."""
     precision: PrecisionName = "auto"

@@ -34,6 +34,8 @@ class Range:
     or_zero: bool = False
     hint: str = ""
     """Added to the fix."""
+    example: float | None = None
+    """For an error, where the default is `auto`."""
 
     def check(self, value: Any) -> Wrong | None:
         wrong = (self._check(each) for each in (value if isinstance(value, tuple) else (value,)))

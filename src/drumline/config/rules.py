@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, value_of
 from drumline.config.layouts import Problem, layout_named, layout_problems
-from drumline.config.learning import Data, Optim
+from drumline.config.learning import AUTO, Data, Optim
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous
 from drumline.config.sources import names_code, source_named
@@ -256,7 +256,7 @@ def process_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
             f"fewer shards than processes ({world})",
             f"give --run.shards {world} or more; the bits depend on the shards, not on the processes",
         )
-    elif data.batch < least and not layout_named(recipe.parallel.layout).staged:
+    elif data.batch != AUTO and data.batch < least and not layout_named(recipe.parallel.layout).staged:
         micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
         pairs = " of mixed pairs" if data.mixing_unit == 2 else ""
         yield Problem(
@@ -313,7 +313,7 @@ def _strict(recipe: Recipe, world: int) -> Iterator[Problem]:
             f"remove it, and give --run.shards {world * recipe.train.accumulate} or more for smaller shards",
         )
     unit = recipe.data.mixing_unit
-    if shards > 0 and recipe.data.batch % (shards * unit):
+    if shards > 0 and recipe.data.batch != AUTO and recipe.data.batch % (shards * unit):
         least = -(-recipe.data.batch // (shards * unit)) * shards * unit
         yield Problem(
             "data.batch",

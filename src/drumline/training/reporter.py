@@ -25,6 +25,7 @@ from drumline.parallel.world import World
 from drumline.training.metrics import Metric, Score, describe
 from drumline.training.schedule import Due
 from drumline.training.task import Meter
+from drumline.training.trend import Trend
 
 DRAW_SECONDS = 0.2
 PEEK_SECONDS = 1.0
@@ -46,8 +47,9 @@ class RunReporter:
         terms: tuple[str, ...] = (),
         metrics: Sequence[Metric] = (),
         classes: int = 1000,
+        trend: Trend | None = None,
     ) -> None:
-        self.metrics, self.classes = metrics, classes
+        self.metrics, self.classes, self.trend = metrics, classes, trend
         self.run_log, self.display, self.meters, self.world = run_log, display, meters, world
         self.total, self.per_epoch, self.batch, self.terms = total, per_epoch, batch, terms
         self.clock = StepClock(world.device)
@@ -127,6 +129,8 @@ class RunReporter:
         line += " (best)" if best else ""
         self.display.result(line)
         self.run_log.log(line, show=False)
+        if self.trend and (warning := self.trend.accuracy(done, score.correct, score.samples)):
+            self.run_log.log(warning)
         self._log_times(done)
         self.pause(done)
 
@@ -200,6 +204,8 @@ class RunReporter:
                 data_share=times.data_s / wall,
                 **{name: total / max(1, reading.samples) for name, total in terms},
             )
+            if self.trend and (warning := self.trend.loss(reading.step, reading.loss)):
+                self.run_log.log(warning)
             self._loss_sum += reading.loss_sum
             self._samples += reading.samples
             if reading.step in self._not_evaluated:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from drumline.config.recipe import Recipe
@@ -37,6 +38,7 @@ from drumline.state.shards import ShardWriter
 from drumline.training import metrics
 from drumline.training.best import best_metric, early_stop
 from drumline.training.consistency import check_data, check_recipes, check_software
+from drumline.training.defaults import settle
 from drumline.training.metrics import Metric
 from drumline.training.model import model_record
 from drumline.training.output import RunOutput
@@ -46,7 +48,8 @@ from drumline.training.schedule import Plan, make_plan
 from drumline.training.sets import Sets, normaliser, open_sets, write_bad_samples
 from drumline.training.state import TrainState, build_state, describe_trained
 from drumline.training.step import TrainStep
-from drumline.training.task import Builder, Task
+from drumline.training.task import Builder, Classification, Task
+from drumline.training.trend import Trend
 
 
 class Run:
@@ -84,7 +87,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> None:
         enter(Phase.STARTING)
-        self.recipe, self.world = recipe, world
+        self.world = world
         display = make_display(world.rank)
         cleanup.callback(display.end)
         set_deterministic(recipe.run.deterministic)
@@ -94,6 +97,8 @@ class Run:
         messages = check_software(recipe, world)
         self.sets = open_sets(recipe, world)
         identity = check_data(self.sets, recipe.run.seed, world)
+        recipe, chosen = settle(recipe, len(self.sets.train))
+        self.recipe = recipe.check()
         self.plan = make_plan(recipe, len(self.sets.train))
         self.strategy = create_strategy(recipe, world)
         cleanup.enter_context(explain_one_value(self.strategy.smallest_batch()))
@@ -116,6 +121,7 @@ class Run:
             self.log(message, show=False)
         for message in (
             *self._summary(threads),
+            *filter(None, [chosen]),
             *messages,
             *self.strategy.messages(),
             *self.task.messages,
@@ -246,6 +252,7 @@ class Run:
             terms=self.task.objective.terms,
             metrics=self.metrics,
             classes=len(self.sets.train.classes),
+            trend=self._trend(),
         )
         self.timeline = StepTimeline.of(
             self.strategy,
@@ -253,6 +260,13 @@ class Run:
             self.folder.path if self.folder else None,
             self.reporter.run_log.log,
         )
+
+    def _trend(self) -> Trend:
+        """What notices that this run does not learn."""
+        labels, plan = self.sets.eval.labels, self.plan
+        guess = float(np.unique(labels, return_counts=True)[1].max() / len(labels))
+        plain = isinstance(self.task.objective, Classification)
+        return Trend(len(self.sets.train.classes), guess, plan.total, plan.per_epoch, plain)
 
     def _environment(self, threads: int, identity: dict[str, Any]) -> dict[str, Any]:
         """The environment of this run, as environment.json and checkpoints record it."""

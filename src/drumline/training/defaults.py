@@ -1,0 +1,92 @@
+"""The values that `auto` stands for in the training fields of a recipe: batch, length, learning rate and warm-up.
+
+They depend on the number of training samples, on the optimizer, and on whether the run starts from trained weights;
+never on the machine or the number of processes, so that a recipe means the same training everywhere. What a network
+learns depends on the number of optimizer steps: 500 photographs in batches of 128 give 3 steps per epoch, and ten
+epochs of that teach it nothing. A small set therefore gets smaller batches and more epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from drumline.config.fields import value_of, with_values
+from drumline.config.recipe import Recipe
+from drumline.config.toml import short_literal
+from drumline.core.errors import UserError
+
+STEPS_PER_EPOCH = 20
+"""What `auto` aims at with a small set."""
+SMALLEST_BATCH, LARGEST_BATCH = 16, 128
+"""The limits of `auto`. BatchNorm is noisy below, and memory is the user's to spend above."""
+REFERENCE_BATCH = 256
+RATES = {"sgd": 0.2, "adamw": 1e-3, "lars": 2.0, "lamb": 4e-3}
+"""Peak rates for the reference batch, from scratch."""
+LINEAR = ("sgd", "lars")
+"""Optimizers whose rate is proportional to the batch. That of the others is proportional to its square root."""
+FINE_TUNING = 0.1
+"""Factor of the rate for a run that starts from trained weights."""
+WARMUP = 0.05
+"""Share of the epochs."""
+
+
+def settle(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
+    """The recipe with a number for each `auto` of the fields above, and a line that says what was chosen; empty if
+    nothing was."""
+    chosen = []
+    for name, choose in _CHOICES.items():
+        if value_of(recipe, name) == "auto":
+            value = choose(recipe, samples)
+            recipe = with_values(recipe, {name: value})
+            if name != "train.epochs" or not recipe.train.steps:
+                chosen.append(f"{name}={short_literal(value)}")
+    if not chosen:
+        return recipe, ""
+    start = f"starting from {recipe.model.weights}" if recipe.model.weights else "from scratch"
+    return recipe, f"chosen for {samples:,} training samples, {start}: {' '.join(chosen)}"
+
+
+def _batch(recipe: Recipe, samples: int) -> int:
+    """A power of two, near a batch that gives the wanted number of steps per epoch."""
+    wanted = 2 ** round(math.log2(max(1, samples / STEPS_PER_EPOCH)))
+    batch = min(max(wanted, SMALLEST_BATCH), LARGEST_BATCH)
+    while batch > max(recipe.data.mixing_unit, samples // 2):
+        batch //= 2
+    return batch
+
+
+def _epochs(recipe: Recipe, samples: int) -> float:
+    steps, least, most = (300, 5, 20) if recipe.model.weights else (1200, 30, 80)
+    per_epoch = max(1, samples // recipe.data.batch)
+    return float(min(max(round(steps / per_epoch), least), most))
+
+
+def _rate(recipe: Recipe, samples: int) -> float:
+    """The rate for the batch, to two digits. If the recipe scales the rate itself, that for its reference batch."""
+    optim, batch = recipe.optim, recipe.data.batch
+    if optim.name not in RATES:
+        raise UserError(
+            f"optim.lr = auto: nothing is known about your own optimizer, optim.name = {optim.name}",
+            "give a learning rate, such as optim.lr=0.001",
+        )
+    ratio = (batch if optim.lr_scaling == "none" else optim.reference_batch) / REFERENCE_BATCH
+    rate = RATES[optim.name] * (ratio if optim.name in LINEAR else math.sqrt(ratio))
+    return float(f"{rate * (FINE_TUNING if recipe.model.weights else 1):.2g}")
+
+
+def _warmup(recipe: Recipe, samples: int) -> float:
+    epochs = recipe.train.epochs
+    if recipe.train.steps:
+        epochs = recipe.train.steps / max(1, samples // recipe.data.batch)
+    return float(f"{WARMUP * epochs:.2g}")
+
+
+_CHOICES: dict[str, Callable[[Recipe, int], Any]] = {
+    "data.batch": _batch,
+    "train.epochs": _epochs,
+    "optim.lr": _rate,
+    "optim.warmup_epochs": _warmup,
+}
+"""In the order in which one depends on another."""

@@ -1,0 +1,60 @@
+"""Notices a run that does not learn, while there is time to stop it: pure functions of its loss and accuracy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from drumline.core.text import loss_text
+
+STEPS, EPOCHS = 200, 2
+"""A run has this long to be better than a guess; one that ends earlier, the epochs alone."""
+SIGMAS = 3
+"""How far a score has to be above that of a guess before it counts as better."""
+
+
+@dataclass
+class Trend:
+    """The course of one run. Each warning is given once; that about accuracy also after the last step."""
+
+    classes: int
+    guess: float
+    """Accuracy of a model that always answers the most frequent class of the evaluation set."""
+    total: int
+    per_epoch: int
+    is_cross_entropy: bool = True
+    """Whether the loss of training is a plain cross-entropy, of which it is known what a guess costs."""
+    _first_loss: float | None = None
+    _exploded: bool = False
+    _at_chance: bool = False
+
+    def loss(self, step: int, loss: float) -> str:
+        """A warning if the loss of training, the mean since the previous call, explodes."""
+        guess, first = math.log(self.classes), self._first_loss
+        # Weights that are not trained yet may be far worse than a guess for a few steps.
+        limit = 10 * guess if first is None else max(2 * guess, 1.5 * first)
+        self._first_loss = loss if first is None else first
+        if self._exploded or not self.is_cross_entropy or not loss > limit:
+            return ""
+        self._exploded = True
+        return (
+            f"WARNING: the loss explodes: it is {loss_text(loss)} up to step {step:,}, and a guess among "
+            f"{self.classes} classes costs {loss_text(guess)}. Try a tenth of optim.lr, more optim.warmup_epochs or "
+            "optim.clip=1; docs/accuracy.md says more"
+        )
+
+    def accuracy(self, step: int, correct: int, samples: int) -> str:
+        """A warning if an evaluation is no better than a guess."""
+        margin = SIGMAS * math.sqrt(self.guess * (1 - self.guess) / samples)
+        if correct / samples > self.guess + margin or (self._at_chance and step < self.total):
+            return ""
+        epochs = EPOCHS * self.per_epoch
+        if step < (epochs if step == self.total else max(STEPS, epochs)):
+            return ""
+        self._at_chance = True
+        return (
+            f"WARNING: the model has not learned: top-1 {correct / samples:.2%} after {step:,} steps, and to answer "
+            f"the most frequent class every time gives {self.guess:.2%}. Check the labels (drumline verify DATA), "
+            "try a tenth and ten times optim.lr, more train.epochs, or trained weights (finetune=WEIGHTS); "
+            "docs/accuracy.md says more"
+        )
