@@ -103,6 +103,35 @@ def test_paths_start_from_the_folder_of_the_file_or_are_absolute(root: Path) -> 
     assert f"data.labels={root}/l.csv" in raised.value.fix
 
 
+def test_paths_may_mix_forms_and_lead_out_of_the_folder_from_any_working_folder(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images(root / "deep", "d.jpg", ".thumbs/t.jpg")
+    (root / "l.csv").write_text(f"path,label\na.jpg,cat\n{root}/b.jpg,dog\ndeep/../c.jpg,dog\n")
+    (root / "deep/up.csv").write_text("path,label\n../a.jpg,cat\nd.jpg,dog\n")
+    names = []
+    for place, path, labels in (
+        (root, "l.csv", ""),
+        (root, "", "l.csv"),
+        (root, ".", "l.csv"),
+        (root / "deep", "..", "../l.csv"),
+    ):
+        monkeypatch.chdir(place)
+        source = open_dataset(DatasetSpec("labels", path, "train", labels=labels))
+        assert isinstance(source, EncodedDataset)
+        assert source.read(0) == (root / "a.jpg").read_bytes()
+        names.append(source.sample_names(np.arange(3)))
+        walked = bool(path and labels)  # only below a folder that data.path names; never in hidden ones
+        assert [(fault.kind, fault.number) for fault in source.remarks] == (
+            [("unlisted", 1)] if walked else []
+        )
+    assert names == [["a.jpg", "b.jpg", "c.jpg"]] * 4
+    monkeypatch.chdir(root / "deep")
+    source = open_dataset(DatasetSpec("labels", "up.csv", "train"))
+    assert isinstance(source, EncodedDataset)
+    assert source.sample_names(np.arange(2)) == ["a.jpg", "deep/d.jpg"]
+
+
 def test_a_file_that_lists_class_folders_has_the_ids_of_the_folder_source(tmp_path: Path) -> None:
     names = [
         f"{split}/{name}"

@@ -75,7 +75,7 @@ class FolderDataset(EncodedDataset):
     @cached_property
     def _below(self) -> int:
         """Where in a path the set's own names begin."""
-        return len(os.path.commonpath(self._files.folders)) + 1
+        return len(os.path.commonpath(self._files.folders).rstrip(os.sep)) + 1
 
     def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
         return [_size(self.where(sample)) for sample in samples.tolist()]

@@ -50,12 +50,18 @@ def is_labels(path: Path) -> bool:
 def open_labels(spec: DatasetSpec) -> FolderDataset:
     """The samples of a split: those of the column, or of `holdout` and `folds` where there are no evaluation rows."""
     file, root = places(spec)
-    table = _Table(read_label_file(file), file, root, spec.whole)
+    table = _Table(read_label_file(file), file, root, walk=bool(spec.labels and spec.path))
     return table.dataset(spec)
 
 
 def places(spec: DatasetSpec) -> tuple[Path, Path]:
-    """The label file, and the folder that its relative paths start from: data.path, or the file's own folder."""
+    """The label file, and the folder that its relative paths start from: data.path, or the file's own folder. The
+    folder is absolute, because rows may be absolute too, or lead out of it."""
+    file, root = _places(spec)
+    return file, Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
+
+
+def _places(spec: DatasetSpec) -> tuple[Path, Path]:
     path = Path(spec.path).expanduser()
     if not spec.labels:
         return path, path.parent
@@ -85,8 +91,8 @@ class _Image:
 class _Table:
     """The rows of a label file, checked and resolved."""
 
-    def __init__(self, content: LabelFile, file: Path, root: Path, whole: bool) -> None:
-        self.file, self.root, self.whole = file, root, whole
+    def __init__(self, content: LabelFile, file: Path, root: Path, walk: bool) -> None:
+        self.file, self.root, self.walk = file, root, walk
         self.has_splits = content.has_splits
         self._listings: dict[str, _Listing] = {}
         rows, unknown, unused = _by_split(content)
@@ -224,8 +230,8 @@ class _Table:
         return self._listings[folder]
 
     def _unlisted(self, unused: list[tuple[Row, str]]) -> Fault:
-        """Images that no row names, in the folders of the rows and in all below the folder that these have in
-        common."""
+        """Images that no row names, in the folders of the rows and, where data.path names the folder of the images,
+        in those below the folder that they have in common."""
         named: dict[str, set[str]] = {}
         for image in (image for part in self.images.values() for image in part):
             named.setdefault(image.folder, set()).add(image.name)
@@ -233,8 +239,11 @@ class _Table:
         for row, _ in unused:
             folder, wanted = os.path.split(self._full(row.path))
             named.setdefault(folder, set()).update(self._listing(folder).find(wanted))
+        folders = set(named)
+        if self.walk and Path(top).is_relative_to(self.root):
+            folders |= {folder for folder, _, _ in os.walk(top) if f"{os.sep}." not in folder[len(top) :]}
         items, count = [], 0
-        for folder in sorted({*named, *(folder for folder, _, _ in os.walk(top))}):
+        for folder in sorted(folders):
             if rest := self._listing(folder).images() - named.get(folder, set()):
                 items.append((folder, f"({len(rest):,}, such as {min(rest)})"))
                 count += len(rest)
