@@ -95,6 +95,18 @@ class NoOnnx(Base):
         return x + torch.linalg.matrix_exp(x[:, :1, :4, :4]).mean() * 0
 
 
+class Cond(Base):
+    """A branch as torch.export can hold it."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return torch.cond(x.mean() > 1e6, lambda y: y * 2, lambda y: y * 1, (x,))
+
+
+class Broken(Base):
+    def between(self, x: Tensor) -> Tensor:
+        return x + self.nothing
+
+
 class FineBranches(Base):
     """Branches on a shape and on Python values, which a file may hold as they are."""
 

@@ -50,6 +50,16 @@ def test_built_in_models_do_nothing_of_the_kind(name: str) -> None:
     assert watch_forward(create_model(name, classes=3).eval(), torch.randn(2, 3, 64, 64)) == []
 
 
+def test_a_branch_by_torch_cond_is_fine() -> None:
+    model = nets.Cond(3).eval()
+    with torch.no_grad():
+        wanted = model(IMAGES)
+    assert watch_forward(model, IMAGES) == []
+    with torch.no_grad():
+        assert torch.equal(model(IMAGES), wanted), "it can be compiled as before"
+        assert model(IMAGES[:1]).shape == (1, 3)
+
+
 def test_layers_left_in_train_mode_are_named() -> None:
     model = nets.ViT(3).eval()
     model.attention.train()

@@ -81,6 +81,7 @@ def rejected(model: Path, kind: Any = "pt2", **options: Any) -> UserError:
         (f"{NETS}:ViT", "onnx", {}),
         (f"{NETS}:ViT", "torchscript", {"raw": True}),
         (f"{NETS}:FineBranches", "pt2", {}),
+        (f"{NETS}:Cond", "pt2", {}),
         (f"{NETS}:Base", "torchscript", {"how": "script"}),
     ],
 )
@@ -128,6 +129,11 @@ def test_an_exported_file_predicts_what_the_model_predicts(
             "BatchBranch",
             "shape-guard",
             r"limited to 5 <= batch.*lines that compute with a shape: nets\.py:\d+",
+        ),
+        (
+            "Broken",
+            "model-fails",
+            r"the model itself fails: AttributeError: .*nets\.py:\d+: `return x \+ self\.nothing`",
         ),
         ("BatchMaximum", "unstable", r"nets\.py:\d+: `return x / float\(x\.max\(\)\)`"),
     ],

@@ -12,7 +12,7 @@ import random
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -77,9 +77,12 @@ def watch_forward(model: nn.Module, inputs: Tensor) -> list[Finding]:
             name = layers[layer] or "the model"
             found.setdefault(Finding("train-mode", f"{name} ({type(layer).__name__}) runs in train mode"))
 
+    # torch.cond compiles itself, which fails while operators are followed. Without the compiler it runs as it is.
+    compiles = "torch._dynamo" in sys.modules
+    stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     hooks = [layer.register_forward_pre_hook(check_mode) for layer in layers]
     try:
-        with leave_no_trace(model), torch.no_grad():
+        with leave_no_trace(model), torch.no_grad(), stance:
             given = inputs.clone()
             with _Ops(given, found) as ops, _Calls(ops):
                 model(given)

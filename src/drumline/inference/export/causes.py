@@ -50,11 +50,16 @@ def _listed(findings: Sequence[Finding]) -> str:
     return shown + (f"\n  and {len(findings) - 5} more" if len(findings) > 5 else "")
 
 
-def fails_alone(error: Exception, batch: int) -> UserError:
-    """The original itself cannot compute a batch of this size."""
+def fails_alone(error: Exception, batch: int, always: bool) -> UserError:
+    """The original itself cannot compute a batch of this size, or any batch (`always`)."""
     place = _place(error)
+    reason = f"{_short(error)}{f' ({place})' if place else ''}"
+    if always:
+        return UserError(
+            f"the model itself fails: {reason}", "make `drumline predict` work with it", "model-fails"
+        )
     return UserError(
-        f"the model itself fails on a batch of {batch}: {_short(error)}{f' ({place})' if place else ''}",
+        f"the model itself fails on a batch of {batch}: {reason}",
         "the first dimension must be free: use x.shape[0] or flatten(1), and no fixed batch size",
         "shape-guard",
     )
@@ -115,8 +120,8 @@ def export_failed(
     if frontend:
         place = f"{Path(frontend[1]).name}:{frontend[2]}"
     fix = (
-        "change that line, or use --how trace if the model does not branch on data"
-        if kind == "torchscript" and frontend
+        "TorchScript compiles only a part of Python: change the model, or use --how trace, without branches on data"
+        if kind == "torchscript"
         else f"try --format {'onnx' if kind == 'pt2' else 'pt2'}, or change the model"
     )
     return UserError(

@@ -237,11 +237,20 @@ def _watched(original: TrainedModel, pixels: Tensor) -> list[Finding]:
         with torch.no_grad():
             original.model(inputs)
     except Exception as error:
-        raise causes.fails_alone(error, len(inputs)) from error
+        raise causes.fails_alone(error, len(inputs), always=not _computes(original, pixels)) from error
     try:
         return watch_forward(original.model, inputs)
     except Exception as error:  # what torch cannot run while it is watched
         return [Finding("unwatched", f"the model cannot be watched ({type(error).__name__}): only measured")]
+
+
+def _computes(original: TrainedModel, pixels: Tensor) -> bool:
+    """Whether the model computes a batch of the size of the export."""
+    try:
+        original.from_pixels(pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)])
+    except Exception:  # the error of the first batch is the one that is reported
+        return False
+    return True
 
 
 def _floor(original: TrainedModel, pixels: Tensor, findings: Sequence[Finding]) -> verify.Difference:
@@ -252,7 +261,7 @@ def _floor(original: TrainedModel, pixels: Tensor, findings: Sequence[Finding]) 
         except UserError:
             raise
         except Exception as error:
-            raise causes.fails_alone(error, batch) from error
+            raise causes.fails_alone(error, batch, always=False) from error
         if not found.isfinite().all():
             raise UserError(
                 "the model gives NaN for evaluation images", "export a sound checkpoint", "not-finite"
