@@ -32,7 +32,7 @@ MODELS = (
     "export_matrix:vit",
     "export_matrix:branches",
 )
-FORMATS = ("onnx", "pt2", "aoti", "torchscript", "script", "safetensors")
+FORMATS = ("onnx", "pt2", "aoti", "torchscript", "safetensors")
 ENDINGS = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors"}
 
 
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=0, help="evaluation images; 0: all of them")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=(*FORMATS, "script"))
     options = parser.parse_args()
     print(
         "| model | format | images | same class | logits differ by | limit | batch of 1 | batch of 8 | export |"
