@@ -177,6 +177,10 @@ def _notes(report: dict[str, Any]) -> list[str]:
     notes = list(report.get("notes", ()))
     if report["unreadable"]:
         notes.append(f"{report['unreadable']:,} images cannot be read and were left out")
+    if report["undecided"]:
+        notes.append(
+            f"{report['undecided']:,} images change between two classes that the model finds equally likely"
+        )
     if report.get("constants"):
         notes.append(f"the trace holds constants of shapes: {', '.join(report['constants'])}")
     if report["format"] == "torchscript":

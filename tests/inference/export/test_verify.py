@@ -48,8 +48,10 @@ def test_differences_are_of_logits_and_of_probabilities() -> None:
 def test_a_class_may_change_only_where_the_original_is_undecided() -> None:
     wanted = torch.tensor([[0.5000, 0.4999, 0.0001], [0.6, 0.3, 0.1]])
     found = torch.tensor([[0.4999, 0.5000, 0.0001], [0.3, 0.6, 0.1]])
-    assert difference(wanted, found).agree == 0
-    assert difference(wanted, found, tie=1e-3).agree == 1
+    strict, fair = difference(wanted, found), difference(wanted, found, tie=1e-3)
+    assert (strict.agree, strict.undecided, fair.agree, fair.undecided) == (0, 0, 0, 1)
+    assert not fair.same_classes
+    assert difference(wanted[:1], found[:1], tie=1e-3).same_classes
 
 
 def test_answers_that_are_not_numbers_never_pass() -> None:
@@ -68,7 +70,7 @@ def test_the_limit_follows_the_floor_and_the_precision() -> None:
 
 
 def test_a_file_fails_for_one_pixel_one_class_or_one_batch_size() -> None:
-    fine = Difference(1e-5, 1e-5, 1e-6, 4, 4)
+    fine = Difference(1e-5, 1e-5, 1e-6, agree=4, images=4)
     assert Comparison(Difference(), 1e-3, fine, {1: fine, 8: fine}).alike
     assert not Comparison(Difference(), 1e-3, fine, {1: fine}, other_pixels="a.jpg").alike
     assert not Comparison(Difference(), 1e-3, fine, {1: replace(fine, agree=3)}).alike

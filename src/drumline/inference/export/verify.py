@@ -55,12 +55,20 @@ class Difference:
     probability_max: float = 0.0
     probability_mean: float = 0.0
     agree: int = 0
+    """Images with the same most likely class."""
+    undecided: int = 0
+    """Images whose class differs, of two that are equally likely to the original."""
     images: int = 0
 
     @property
     def agreement(self) -> float:
         """Fraction of images with the same most likely class."""
         return self.agree / max(1, self.images)
+
+    @property
+    def same_classes(self) -> bool:
+        """Whether no image changes its class, apart from undecided ones."""
+        return self.agree + self.undecided == self.images
 
     def __or__(self, other: Difference) -> Difference:
         """Of both sets of images."""
@@ -71,13 +79,14 @@ class Difference:
             _worse(self.probability_max, other.probability_max),
             total / max(1, images),
             self.agree + other.agree,
+            self.undecided + other.undecided,
             images,
         )
 
 
 def difference(wanted: Tensor, found: Tensor, tie: float = 0.0) -> Difference:
-    """How far `found` is from `wanted`: probabilities, (images, outputs). Of two classes whose logits are closer than
-    `tie`, either may be the most likely one."""
+    """How far `found` is from `wanted`: probabilities, (images, outputs). The original is undecided
+    between classes whose logits are closer than `tie`."""
     if not len(wanted):
         return Difference()
     one, other = wanted.double(), found.double()
@@ -86,9 +95,17 @@ def difference(wanted: Tensor, found: Tensor, tie: float = 0.0) -> Difference:
     logits = (one.clamp_min(smallest).log() - other.clamp_min(smallest).log()).abs()
     visible = torch.maximum(one, other) >= VISIBLE
     largest = torch.where(visible | logits.isnan(), logits, 0.0).max()
+    same = one.argmax(dim=1) == other.argmax(dim=1)
     best, here = one.max(dim=1).values, one.gather(1, other.argmax(dim=1, keepdim=True))[:, 0]
-    alike = best.clamp_min(smallest).log() - here.clamp_min(smallest).log() <= tie
-    return Difference(float(largest), float(apart.max()), float(apart.mean()), int(alike.sum()), len(wanted))
+    close = best.clamp_min(smallest).log() - here.clamp_min(smallest).log() <= tie
+    return Difference(
+        float(largest),
+        float(apart.max()),
+        float(apart.mean()),
+        int(same.sum()),
+        int((~same & close).sum()),
+        len(wanted),
+    )
 
 
 def limit(floor: Difference, dtype: torch.dtype) -> float:
@@ -165,7 +182,7 @@ class Comparison:
     def alike(self) -> bool:
         """Whether the file passes."""
         every = [self.whole, *self.by_batch.values()]
-        agree = all(each.agree == each.images for each in every)
+        agree = all(each.same_classes for each in every)
         return not self.other_pixels and agree and self.worst.logits <= self.limit
 
     def evidence(self, of: str) -> dict[str, Any]:
@@ -179,15 +196,14 @@ class Comparison:
             "of": of,
             "batches": sorted(self.by_batch),
             "top1_agreement": self.whole.agreement,
+            "undecided": self.whole.undecided,
             "probability_difference": {
                 "max": self.worst.probability_max,
                 "mean": self.whole.probability_mean,
             },
             "logit_difference": self.worst.logits,
             "limit": self.limit,
-            "floor": {
-                name: value for name, value in asdict(self.floor).items() if name not in ("agree", "images")
-            },
+            "floor": {name: value for name, value in asdict(self.floor).items() if isinstance(value, float)},
             "accuracy": accuracy if self.labelled else None,
             "other_size": self.other_size,
         }
