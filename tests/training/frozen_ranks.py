@@ -88,6 +88,13 @@ def net(classes: int) -> Net:
     return Net(classes)
 
 
+def half_frozen(classes: int) -> Net:
+    """Frozen by `requires_grad` alone: BatchNorm's statistics still move."""
+    model = Net(classes)
+    model.layer1.requires_grad_(False)
+    return model
+
+
 def results() -> dict[str, Any]:
     """What rank 0 found."""
     found: dict[str, Any] = results_of("tests.training.frozen_ranks", RANKS)[0]

@@ -112,3 +112,19 @@ def test_freezing_the_whole_model_is_an_error(tmp_path: Path) -> None:
     words = (*frozen_ranks.WORDS, f"run.dir={tmp_path}", "run.name=one", "train.freeze=backbone,fc")
     with pytest.raises(UserError, match="freezes the whole model"):
         train(Recipe.from_args(words), single_process(torch.device("cpu")))
+
+
+def test_a_norm_that_a_model_freezes_by_requires_grad_alone_is_found(tmp_path: Path) -> None:
+    own = ("model.name=tests.training.frozen_ranks:half_frozen", "train.unfreeze_epoch=0")
+
+    def run(name: str, *words: str) -> None:
+        fixed = (*frozen_ranks.WORDS, f"run.dir={tmp_path}", f"run.name={name}", *own, *words)
+        train(Recipe.from_args(fixed), single_process(torch.device("cpu")))
+
+    with pytest.raises(
+        UserError, match=r"guard \[frozen\]: the running statistics of frozen BatchNorm"
+    ) as found:
+        run("one", "train.freeze=")
+    assert "'layer1.1'" in found.value.what
+    assert "name them in train.freeze" in found.value.fix
+    run("two", "train.freeze=layer1")

@@ -182,6 +182,14 @@ GUARDS = {
             stops=True,
         ),
         Guard("frozen-norms", "BatchNorm switched to eval mode after it was trained."),
+        Guard(
+            "frozen",
+            "A parameter with `requires_grad=False` that the optimizer still changes (momentum or weight decay with "
+            "an old gradient). Warns about one that something else changes, and about frozen BatchNorm layers whose "
+            "running statistics still move because they are in train mode. A copy that follows trained weights "
+            "may move.",
+            stops=True,
+        ),
         Guard("train-mode", "The model evaluated in train mode."),
         Guard(
             "schedule",

@@ -15,10 +15,17 @@ import torch
 from drumline.core.errors import UserError
 from drumline.core.heartbeat import Phase, enter
 from drumline.data.feed.batch import Batch
+from drumline.guards.checks.frozen import (
+    followers,
+    frozen_parameters,
+    frozen_statistics,
+    moved_parameters,
+    moved_statistics,
+)
 from drumline.guards.checks.model import left_in_eval, not_in_model
 from drumline.guards.checks.nonfinite import first_parameter
 from drumline.guards.finding import Finding, LoopState, Reports
-from drumline.guards.run.fingerprints import FingerprintMonitor, Named
+from drumline.guards.run.fingerprints import FingerprintMonitor, Key, Named
 from drumline.guards.run.nonfinite import advice, agree, nonfinite_finding, save_batch
 from drumline.guards.table import LOCAL_CHECKS, RANK_CHECKS, REPORTS, findings
 from drumline.state.chain import FIRST_STEPS, is_full
@@ -41,6 +48,7 @@ class RunGuards:
             run.strategy.grid.places,
             lambda step: run.sets.drawn_at(run.recipe, step),
         )
+        self.monitor.watched = frozen_tensors(run.state.module) if run.task.evaluates else frozenset()
         self.first_step = run.position.step
         """Steps done before this run, if it is resumed."""
         self.monitor.agreed = self.first_step
@@ -139,8 +147,22 @@ class RunGuards:
             self.alarm(result.nonfinite_step)
         for finding in result.findings:
             self.report(finding)
+        if result.moved and "frozen" not in self.reported:
+            self._report_moved(result.moved, result.since)
         if result.own_findings:
             self._report_own(self._own)
+
+    def _report_moved(self, moved: tuple[Key, ...], since: str) -> None:
+        """Reports frozen tensors that have changed. All ranks call it with the same ones."""
+        module, world = self.run.state.module, self.run.world
+        names = [name for _, name in moved]
+        led = set().union(*world.all_gather_object(followers(module, names)))
+        parameters = [name for group, name in moved if group == "parameter" and name not in led]
+        statistics = [name for group, name in moved if group == "buffer" and name not in led]
+        if parameters:
+            self.report(moved_parameters(parameters, since, by_optimizer=False))
+        if statistics:
+            self.report(moved_statistics(statistics, since, "train.freeze"))
 
     def _compare_reports(self, step: int) -> None:
         """The rank checks of both loops, after the first steps."""
@@ -220,6 +242,16 @@ def foreign_parameters(loop: LoopState, optimizer: torch.optim.Optimizer) -> Fin
         if id(p) not in known
     }
     return not_in_model("foreign-parameter", foreign, loop.since) if foreign else None
+
+
+def frozen_tensors(module: torch.nn.Module) -> frozenset[Key]:
+    """The tensors of a module that must not change while it trains, as fingerprints name them."""
+    return frozenset(
+        [
+            *(("parameter", name) for name in frozen_parameters(module)),
+            *(("buffer", name) for name in frozen_statistics(module)),
+        ]
+    )
 
 
 def state_tensors(state: TrainState) -> Named:

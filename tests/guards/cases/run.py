@@ -38,6 +38,7 @@ MODULES = (
     "healthy_data",
     "healthy_loops",
     "reported",
+    "frozen",
     "held_out",
     "held_out_more",
 )

@@ -61,6 +61,9 @@ class Result:
     """The step whose gradients were not finite; 0 if all were."""
     own_findings: bool
     """Whether a rank has findings of its own to report."""
+    moved: tuple[Key, ...] = ()
+    """The watched tensors that have changed since the last comparison."""
+    since: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ class FingerprintMonitor:
         self._orders: tuple[list[int], list[list[Key]]] = ([], [])
         self.agreed = 0
         """The last step after which all ranks agreed."""
+        self.watched: frozenset[Key] = frozenset()
+        """Tensors that must not change."""
+        self._seen: dict[Key, int] = {}
         self.last = -1
         """The last step whose fingerprints were taken."""
         self._taken: _Taken | None = None
@@ -138,6 +144,7 @@ class FingerprintMonitor:
         ids = self._gather(samples, heads[:, 3].tolist())
         ranks = _summed_shards(self._gather(values, heads[:, 4].tolist()), taken.sharded)
         orders = self._orders_of(taken, heads)
+        since, moved = self._since(taken.step), self._moved(orders, ranks)
         drifts = [self._drift(member, orders, ranks, taken.step) for member in range(self.replica_size)]
         planned = torch.from_numpy(self._drawn_at(taken.step - 1).copy()) if self._drawn_at else None
         repeats = repeated_ids(ids, taken.step, planned)
@@ -147,7 +154,18 @@ class FingerprintMonitor:
         stopped = nonfinite and self.gate is not None and not self.gate.once
         if taken.record and not stopped:
             self._record(taken, orders, ranks, torch.cat(ids))
-        return Result(taken.step, tuple(found), nonfinite, own_findings)
+        return Result(taken.step, tuple(found), nonfinite, own_findings, moved, since)
+
+    def _moved(self, orders: list[list[Key]], ranks: list[torch.Tensor]) -> tuple[Key, ...]:
+        """The watched tensors whose fingerprints differ from the last ones. The first replica holds all of them."""
+        moved = []
+        for order, numbers in zip(orders, ranks, strict=False) if self.watched else ():
+            for key, number in zip(order, numbers.tolist(), strict=True):
+                if key in self.watched:
+                    if self._seen.get(key, number) != number:
+                        moved.append(key)
+                    self._seen[key] = number
+        return tuple(moved)
 
     def _orders_of(self, taken: _Taken, heads: torch.Tensor) -> list[list[Key]]:
         """The tensors of each process of a replica. Gathered again if names have changed."""

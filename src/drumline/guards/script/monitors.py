@@ -19,6 +19,7 @@ from drumline.guards.checks.setup import home, loss_settings
 from drumline.guards.finding import LoopState
 from drumline.guards.script.discovery import Discovery
 from drumline.guards.script.forwards import Forwards, inner_of
+from drumline.guards.script.frozen import FrozenMonitor
 from drumline.guards.script.hang import HangMonitor
 from drumline.guards.script.loaders import Loaders, length_of
 from drumline.guards.script.losses import Losses
@@ -64,6 +65,7 @@ class Monitors:
         self.losses = Losses(self.probes)
         self.discovery = Discovery(self.model, model, teachers, optimizers)
         self.parameters = Parameters(self.model, optimizers, self.forwards, self.discovery)
+        self.frozen = FrozenMonitor(self.model, self.discovery)
         self.rates = Rates(optimizers[0], scheduler, length_of(loader))
         self._hidden, self._seeds = HiddenNaN(), Seeds()
         sizes = [parameter.numel() for parameter in self.model.parameters()]
@@ -132,6 +134,7 @@ class Monitors:
         """An optimizer has stepped."""
         self.steps[number] += 1
         if number == 0:
+            self.frozen.after_step()
             self.hang.stepped(self.steps[0])
             self.losses.stepped()
             self.loaders.stepped()
@@ -146,7 +149,7 @@ class Monitors:
     def check_last(self, complete: bool) -> None:
         """After the last step. `complete`: neither the loop nor a guard has ended it early."""
         self._reporter.report(self.rates.at_close(self.steps[0], self.loaders.passes))
-        for finding in self.parameters.at_close(self.steps) if complete else ():
+        for finding in (*self.parameters.at_close(self.steps), *self.frozen.at_close()) if complete else ():
             self._reporter.report(finding)
 
     def close(self) -> None:

@@ -258,6 +258,9 @@ class Watch:
         if number == 0:
             self._monitors.check_step(step)
         compares = step in _COMPARED_STEPS or step % self._every == 0
+        if number == 0:
+            for finding in self._monitors.frozen.before_step(step, compares):
+                self._reporter.report(finding)
         loop = self._monitors.state(step) if compares or step == UNREACHED_STEPS else None
         if closure is None:
             self._check_finite(number, step)

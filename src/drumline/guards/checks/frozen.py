@@ -1,0 +1,142 @@
+"""Checks of what is frozen: parameters that change although they need no gradient, and BatchNorm that still learns.
+
+Promises: which tensors are watched follows from flags alone; their values are read as fingerprints. Not reported are
+a parameter that follows a trained one (the encoder of a momentum contrast, a mean teacher inside the model),
+parameters of layers that are not torch's own (a code book that its forward updates), and statistics that move because
+a layer before them trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from drumline.guards.finding import Finding, listed
+from drumline.parallel.sharded import local_shard
+
+_LAYERS = (
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.MultiheadAttention,
+    _BatchNorm,
+)
+FOLLOWS = 0.5
+"""A tensor follows another if their distance is at most this fraction of its norm. Independent ones are further
+apart than their norm."""
+_STATISTICS = ("running_mean", "running_var")
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The frozen parameters of torch's own layers, in a model that trains others."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return {}
+    return {
+        f"{name}.{key}" if name else key: parameter
+        for name, layer in model.named_modules()
+        if isinstance(layer, _LAYERS)
+        for key, parameter in layer.named_parameters(recurse=False)
+        if not parameter.requires_grad
+    }
+
+
+def frozen_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """The running statistics of the BatchNorm layers in train mode whose own parameters are frozen, as are those of
+    the layer before them."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return {}
+    found = {}
+    for name, layer, before in _norms(model):
+        own = list(layer.parameters(recurse=False))
+        frozen = own and not any(parameter.requires_grad for parameter in own)
+        if frozen and layer.training and not _trains(before):
+            for key in _STATISTICS:
+                if (buffer := getattr(layer, key)) is not None:
+                    found[f"{name}.{key}" if name else key] = buffer
+    return found
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm, nn.Module | None]]:
+    """Every BatchNorm layer, and the layer with parameters that is registered before it."""
+    before: nn.Module | None = None
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            yield name, layer, before
+        if any(True for _ in layer.parameters(recurse=False)):
+            before = layer
+
+
+def _trains(layer: nn.Module | None) -> bool:
+    return layer is not None and any(each.requires_grad for each in layer.parameters(recurse=False))
+
+
+def followers(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Which of these frozen parameters and statistics belong to layers that follow trained ones. Reads values: for
+    what is about to be reported."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for each in model.parameters():
+        if each.requires_grad and not each.is_meta:
+            by_shape.setdefault(local_shard(each).shape, []).append(local_shard(each))
+    before = {name: layer for name, _, layer in _norms(model)}
+
+    def judged(name: str) -> Tensor | None:
+        """The tensor that decides for a name: of a BatchNorm, the weight of the layer before it."""
+        owner = name.rpartition(".")[0]
+        layer = before.get(owner) or model.get_submodule(owner)
+        return getattr(layer, "weight", None)
+
+    return {name for name in names if _follows(judged(name), by_shape)}
+
+
+@torch.no_grad()
+def _follows(tensor: Tensor | None, by_shape: Mapping[torch.Size, Sequence[Tensor]]) -> bool:
+    if tensor is None or tensor.is_meta or local_shard(tensor).numel() < 2:
+        return False
+    tensor = local_shard(tensor)
+    for other in by_shape.get(tensor.shape, ()):
+        if other.device == tensor.device and bool((tensor - other).norm() <= FOLLOWS * other.norm()):
+            return True
+    return False
+
+
+def moved_parameters(names: Sequence[str], since: str, by_optimizer: bool) -> Finding:
+    """Frozen parameters that changed: inside an optimizer's step (certain), or elsewhere."""
+    if by_optimizer:
+        return Finding(
+            "frozen",
+            f"the optimizer changes parameters that need no gradient ({len(names)} of them)",
+            where=listed([f"'{name}'" for name in names]),
+            since=since,
+            fix="leave frozen parameters out of the optimizer, or set their .grad to None when you freeze them: it "
+            "still applies momentum and weight decay to an old or zero gradient",
+            certain=True,
+        )
+    return Finding(
+        "frozen",
+        f"parameters that need no gradient have changed ({len(names)} of them)",
+        where=listed([f"'{name}'" for name in names]),
+        since=since,
+        fix="check for weight decay by hand, a moving average that is copied back, and weights that are loaded "
+        "later; nothing to do if it is on purpose",
+    )
+
+
+def moved_statistics(names: Sequence[str], since: str, field: str = "") -> Finding:
+    """BatchNorm layers that are frozen by `requires_grad` alone. `field` is the recipe field that freezes them
+    whole."""
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    return Finding(
+        "frozen",
+        f"the running statistics of frozen BatchNorm layers still move ({len(layers)} of them): requires_grad does "
+        "not stop them",
+        where=listed([f"'{layer}'" for layer in layers]),
+        since=since,
+        fix=f"name them in {field}, or let them train"
+        if field
+        else "call eval() on these layers after each model.train(); nothing to do if they are to adapt to the data",
+    )
