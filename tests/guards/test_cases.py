@@ -20,6 +20,7 @@ MAY_BE_INTENDED = {
     "a_new_optimizer_for_each_phase": {"parameters"},
     "cosine_as_a_cycle": {"schedule"},
     "fine_tuned_in_eval_mode": {"eval-mode"},
+    "layers_thawed_one_after_another": {"frozen"},  # its norm learns before it is thawed
     "head_split_between_ranks": {"bypass"},
     "weights_perturbed_and_restored_by_arithmetic": {"rounding"},
     "weights_averaged_by_hand_now_and_then": {"bypass", "drift"},

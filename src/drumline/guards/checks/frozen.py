@@ -76,32 +76,41 @@ def _trains(layer: nn.Module | None) -> bool:
 
 
 def followers(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Which of these frozen parameters and statistics belong to layers that follow trained ones. Reads values: for
-    what is about to be reported."""
+    """Which of these frozen parameters and statistics belong to a module that follows a trained one: the largest
+    frozen module around them has a matrix that is close to a trained one. Reads values: for what is about to be
+    reported."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for each in model.parameters():
-        if each.requires_grad and not each.is_meta:
+        if each.requires_grad and not each.is_meta and each.ndim > 1:
             by_shape.setdefault(local_shard(each).shape, []).append(local_shard(each))
-    before = {name: layer for name, _, layer in _norms(model)}
+    modules = {name: _frozen_around(model, name.rpartition(".")[0]) for name in names}
+    follow = {
+        module: any(
+            _follows(local_shard(each), by_shape)
+            for each in module.parameters()
+            if each.ndim > 1 and not each.requires_grad
+        )
+        for module in dict.fromkeys(modules.values())
+    }
+    return {name for name, module in modules.items() if follow[module]}
 
-    def judged(name: str) -> Tensor | None:
-        """The tensor that decides for a name: of a BatchNorm, the weight of the layer before it."""
-        owner = name.rpartition(".")[0]
-        layer = before.get(owner) or model.get_submodule(owner)
-        return getattr(layer, "weight", None)
 
-    return {name for name in names if _follows(judged(name), by_shape)}
+def _frozen_around(model: nn.Module, name: str) -> nn.Module:
+    """The largest module that contains a layer and trains nothing; the layer itself if it trains a part."""
+    path = name.split(".")
+    around = (model.get_submodule(".".join(path[:count])) for count in range(1, len(path) + 1))
+    frozen = (module for module in around if not any(each.requires_grad for each in module.parameters()))
+    return next(frozen, model.get_submodule(name))
 
 
 @torch.no_grad()
-def _follows(tensor: Tensor | None, by_shape: Mapping[torch.Size, Sequence[Tensor]]) -> bool:
-    if tensor is None or tensor.is_meta or local_shard(tensor).numel() < 2:
+def _follows(tensor: Tensor, by_shape: Mapping[torch.Size, Sequence[Tensor]]) -> bool:
+    if tensor.is_meta or tensor.numel() < 2:
         return False
-    tensor = local_shard(tensor)
-    for other in by_shape.get(tensor.shape, ()):
-        if other.device == tensor.device and bool((tensor - other).norm() <= FOLLOWS * other.norm()):
-            return True
-    return False
+    return any(
+        other.device == tensor.device and bool((tensor - other).norm() <= FOLLOWS * other.norm())
+        for other in by_shape.get(tensor.shape, ())
+    )
 
 
 def moved_parameters(names: Sequence[str], since: str, by_optimizer: bool) -> Finding:
