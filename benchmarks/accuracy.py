@@ -4,8 +4,8 @@
     python benchmarks/accuracy.py --small               # two steps on the digits: a check that the script works
 
 Runs the sets whose options are given. Fashion-MNIST: a folder with the four idx files. CIFAR-10: an .npz file or the
-official batches. Imagenette: class folders under train/ and val/. The recipes are fixed in this script, and the seed
-is 0. The accuracy is that of the last epoch, not of the best.
+official batches. Imagenette: class folders under train/ and val/. `--photos` uses default settings; the other recipes
+are fixed in this script. The seed is 0. The accuracy is that of the last epoch, not of the best.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
+from drumline.state.weights import resolve_weights, weights_record
 from harness import Parser
 
-DIGITS = "data.batch=64 model.name=resnet8x4 train.epochs=12 optim.warmup_epochs=1 optim.nesterov=true"
-FASHION = "data.batch=128 model.name=resnet8x4 train.epochs=4 optim.warmup_epochs=0.3 optim.nesterov=true"
+DIGITS = "data.batch=64 model.name=resnet8x4 train.epochs=12 optim.lr=0.1 optim.warmup_epochs=1 optim.nesterov=true"
+FASHION = "data.batch=128 model.name=resnet8x4 train.epochs=4 optim.lr=0.1 optim.warmup_epochs=0.3 optim.nesterov=true"
 CIFAR10 = (
     "data.source={source} data.augment=shift-flip data.batch=512 model.name=cifar/resnet18 train.epochs=24 "
     "optim.lr=0.4 optim.warmup_epochs=4 optim.nesterov=true train.label_smoothing=0.1 train.eval_every=6"
@@ -41,6 +43,10 @@ def main() -> None:
         "--cifar10", metavar="PATH", help="an .npz file, or a folder with the official batches"
     )
     parser.add_argument("--imagenette", metavar="FOLDER", help="class folders; with 1 and 2 processes")
+    parser.add_argument("--photos", metavar="FOLDER", help="a few hundred photographs, with default settings")
+    parser.add_argument(
+        "--weights", metavar="RUN", help="with --photos: weights to fine-tune, at their image size"
+    )
     args = parser.parse_args()
     jobs: list[tuple[str, str, int]] = []
     if args.digits:
@@ -54,6 +60,12 @@ def main() -> None:
         jobs += [("CIFAR-10", f"data.path={args.cifar10} {CIFAR10.format(source=source)}", 1)]
     if args.imagenette:
         jobs += [("Imagenette subset", f"data.path={args.imagenette} {IMAGENETTE}", n) for n in (1, 2)]
+    if args.photos:
+        size = f" data.size={weights_size(args.weights)}" if args.weights else ""
+        jobs += [("photographs", f"data.path={args.photos} model.name=resnet18{size}", 1)]
+        jobs += (
+            [("photographs", f"finetune={args.weights} data.path={args.photos}", 1)] if args.weights else []
+        )
     if not jobs:
         parser.error("give at least one data set")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {platform.machine()}"
@@ -64,6 +76,13 @@ def main() -> None:
     print("| data | arguments of `drumline train` | processes | correct | top-1 | seconds |")
     print("|---|---|---|---|---|---|")
     print("\n".join(rows))
+
+
+def weights_size(run: str) -> int:
+    """The image size that weights were trained with."""
+    record = weights_record(resolve_weights(Path(run)))
+    assert record is not None, f"{run} has no record"
+    return record.size
 
 
 def run(name: str, words: str, processes: int) -> str:
@@ -78,7 +97,8 @@ def run(name: str, words: str, processes: int) -> str:
         )
         seconds = time.perf_counter() - begun
     result = json.loads(done.stdout.splitlines()[-1])
-    shown = " ".join(word for word in words.split() if not word.startswith("data.path"))
+    shown = " ".join(word for word in words.split() if not word.startswith(("data.path", "finetune")))
+    shown += " finetune=WEIGHTS" if "finetune=" in words else ""
     return (
         f"| {name} | `{shown}` | {processes} | {result['correct']:,} of {result['samples']:,} | "
         f"{result['top1']:.2%} | {seconds:.0f} |"
