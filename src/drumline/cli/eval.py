@@ -179,11 +179,17 @@ def _is_path(text: str) -> bool:
 
 def _settings(path: Path) -> list[str]:
     """The arguments that a path stands for: the run's recipe, what the record of the weights has, the weights."""
+    from drumline.inference.export.load import exported_format
     from drumline.state.folder import run_of
     from drumline.state.weights import resolve_weights, weights_record
 
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
+    if exported_format(path):
+        raise UserError(
+            f"{path} is an exported file, which eval does not score",
+            "score the run that it is from; `drumline export` reports the accuracy of both",
+        )
     run = run_of(path)
     record = weights_record(resolve_weights(path))
     argv = [str(run / "recipe.toml"), *HERE] if run else []

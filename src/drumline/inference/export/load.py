@@ -42,10 +42,10 @@ weights move it by far more."""
 AOTI_METADATA = "_metadata.json"
 """Ending of the files in an AOTInductor package that have its metadata."""
 TITLES: dict[Format, str] = {
-    "pt2": "torch.export program",
-    "onnx": "ONNX model",
-    "aoti": "AOTInductor package",
-    "torchscript": "TorchScript program",
+    "pt2": "a torch.export program",
+    "onnx": "an ONNX model",
+    "aoti": "an AOTInductor package",
+    "torchscript": "a TorchScript program",
 }
 
 
@@ -100,7 +100,7 @@ def load_exported(path: Path, kind: Format, trust: bool = False, check: bool = T
     record = read_record(_zip_record(path, kind), path, kind) if needs_trust else None
     if needs_trust and not trust:
         raise UserError(
-            f"{path} is a {TITLES[kind]}, which can run code when it is loaded",
+            f"{path} is {TITLES[kind]}, which can run code when it is loaded",
             "if you trust the file, call load_model(..., trust=True)",
             "untrusted-code",
         )
