@@ -24,7 +24,10 @@ from drumline.state.weights import resolve_weights, weights_record
 from harness import Parser
 
 DIGITS = "data.batch=64 model.name=resnet8x4 train.epochs=12 optim.lr=0.1 optim.warmup_epochs=1 optim.nesterov=true"
-FASHION = "data.batch=128 model.name=resnet8x4 train.epochs=4 optim.lr=0.1 optim.warmup_epochs=0.3 optim.nesterov=true"
+FASHION = (
+    "data.batch=128 model.name=resnet8x4 train.epochs=4 optim.lr=0.1 "
+    "optim.warmup_epochs=0.3 optim.nesterov=true"
+)
 CIFAR10 = (
     "data.source={source} data.augment=shift-flip data.batch=512 model.name=cifar/resnet18 train.epochs=24 "
     "optim.lr=0.4 optim.warmup_epochs=4 optim.nesterov=true train.label_smoothing=0.1 train.eval_every=6"
