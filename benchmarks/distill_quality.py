@@ -45,6 +45,7 @@ from drumline.parallel.strategy import Strategy
 from drumline.parallel.world import World, single_process
 from drumline.training.evaluate import score_module
 from drumline.training.loop import train
+from drumline.training.metrics import Outputs
 from drumline.training.output import TrainResult
 from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
@@ -268,7 +269,11 @@ def beside_teacher(
     grid = strategy.grid
     (loaded,) = load_teachers(replace(recipe, distill=teacher), Classes.of(sets.train), grid.world)
     guesses = torch.full((len(sets.eval),), -1, device=grid.world.device)
-    score_module(loaded.module, sets, recipe, grid, record=guesses, precision=strategy.precision)
+
+    def record(outputs: Outputs) -> None:
+        guesses[outputs.samples] = outputs.logits.argmax(dim=1)
+
+    score_module(loaded.module, sets, recipe, grid, record=record, precision=strategy.precision)
     return replace(
         classification(recipe, sets, plan, strategy, display), metrics=(agreement_metric(guesses),)
     )

@@ -1,11 +1,13 @@
 """Every model in every format of `drumline export`: whether the file answers like the model, and how fast it is.
 
     python benchmarks/export_matrix.py [--data FOLDER] [--size 64] [--steps 20] [--models NAME ...] [--formats ...]
+    python benchmarks/export_matrix.py --device cuda --size 224 --batches 1 256
     python benchmarks/export_matrix.py --small      # one model, two formats: a check that the script works
 
 Trains each model for a few steps on FOLDER (default: the embedded digits), exports it in each format, and verifies it
-on every evaluation image. Model and file are timed in alternating rounds. Prints a markdown table. Exits with 1 if a
-file answers differently; a format that cannot hold a model is a row with the reason.
+on every evaluation image. Model and file are timed in alternating rounds, with pixels that are on the device. Prints
+a markdown table. Exits with 1 if a file answers differently; a format that cannot hold a model is a row with the
+reason.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import platform
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import drumline
+from drumline.inference.export.verify import latency
+from drumline.inference.model import load_model, load_trained
 from harness import Parser
 
 MODELS = (
@@ -87,37 +92,39 @@ def main() -> int:
     parser.add_argument("--data", default="", help="a folder of photographs; default: the embedded digits")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="batch sizes to time")
     parser.add_argument("--samples", type=int, default=0, help="evaluation images; 0: all of them")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=(*FORMATS, "script"))
     options = parser.parse_args()
-    print(
-        "| model | format | images | same class | logits differ by | limit | batch of 1 | batch of 8 | export |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    timed = [f"batch of {batch}" for batch in options.batches]
+    columns = ["model", "format", "images", "same class", "logits differ by", "limit", *timed, "export"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for model in options.models:
-            run = trained(model, options.data, options.size, options.steps, folder)
+            run = trained(model, options, folder)
             for kind in options.formats:
-                wrong += not row(model, run, kind, options.samples, Path(folder))
-    print(f"\n{platform.machine()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
+                wrong += not row(model, run, kind, options, Path(folder))
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    print(f"\n{machine}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
     return 1 if wrong else 0
 
 
-def trained(model: str, data: str, size: int, steps: int, folder: str) -> str:
+def trained(model: str, options: Namespace, folder: str) -> str:
     """The run folder of a model after a few steps."""
     settings = [
         f"model.name={model}",
-        f"data.path={data}" if data else "data.source=digits",
-        *(f"data.size={size}", "data.batch=32", "data.workers=0", "data.holdout=0"),
-        *(f"train.steps={steps}", "optim.lr=0.02", "parallel.processes=1"),
-        *("run.device=cpu", f"run.dir={folder}", f"run.name={model.replace(':', '-')}"),
+        f"data.path={options.data}" if options.data else "data.source=digits",
+        *(f"data.size={options.size}", "data.batch=32", "data.workers=0", "data.holdout=0"),
+        *(f"train.steps={options.steps}", "optim.lr=0.02", "parallel.processes=1"),
+        *(f"run.device={options.device}", f"run.dir={folder}", f"run.name={model.replace(':', '-')}"),
     ]
     return str(drumline.train(drumline.Recipe.from_args(settings))["run"])
 
 
-def row(model: str, run: str, kind: str, samples: int, folder: Path) -> bool:
+def row(model: str, run: str, kind: str, options: Namespace, folder: Path) -> bool:
     """Exports, prints the row, and returns whether the file is right or was rejected for a reason of its format."""
     name = model.removeprefix("export_matrix:")
     began = time.perf_counter()
@@ -129,26 +136,36 @@ def row(model: str, run: str, kind: str, samples: int, folder: Path) -> bool:
             format_,  # type: ignore[arg-type]
             out,
             how="script" if kind == "script" else "trace",
-            samples=samples or "all",
+            samples=options.samples or "all",
+            device=options.device,
             trust=True,
         )
     except drumline.UserError as error:
-        print(
-            f"| {name} | {kind} | | rejected ({error.code}): {error.what.splitlines()[0]} | | | | | |",
-            flush=True,
-        )
+        cells = ["", f"rejected ({error.code}): {error.what.splitlines()[0]}"]
+        print(f"| {name} | {kind} | {' | '.join(cells + [''] * (len(options.batches) + 3))} |", flush=True)
         return error.code in ("export-failed", "unsupported-operator", "no-compiler", "missing-package")
     seconds = time.perf_counter() - began
-    speeds = [
-        f"{times['model_ms'] / times['exported_ms']:.2f}x ({times['model_ms']:.1f} / {times['exported_ms']:.1f} ms)"
-        for times in report.get("latency", {}).values()
-    ] or ["", ""]
-    print(
-        f"| {name} | {kind} | {report['images']:,} | {report['top1_agreement']:.2%} "
-        f"| {report['logit_difference']:.1e} | {report['limit']:.1e} | {speeds[0]} | {speeds[1]} | {seconds:.0f} s |",
-        flush=True,
-    )
+    cells = [f"{report['images']:,}", f"{report['top1_agreement']:.2%}"]
+    cells += [f"{report['logit_difference']:.1e}", f"{report['limit']:.1e}"]
+    cells += [*speeds(run, out, options), f"{seconds:.0f} s"]
+    print(f"| {name} | {kind} | {' | '.join(cells)} |", flush=True)
     return True
+
+
+def speeds(run: str, out: Path, options: Namespace) -> list[str]:
+    """How many times as fast as the model the file is; empty for weights, which are the model."""
+    if out.suffix == ".safetensors":
+        return [""] * len(options.batches)
+    original = load_trained(run, device=options.device, trust=True)
+    exported = load_model(out, device=options.device, trust=True)
+    found = []
+    for batch in options.batches:
+        shape = (batch, original.record.size, original.record.size, 3)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
+        model_ms, file_ms = latency(original, exported, pixels)
+        rate = f", {1000 * batch / file_ms:,.0f} img/s" if options.device == "cuda" else ""
+        found.append(f"{model_ms / file_ms:.2f}x ({model_ms:.2f} / {file_ms:.2f} ms{rate})")
+    return found
 
 
 if __name__ == "__main__":

@@ -151,6 +151,7 @@ FORBIDDEN = {
     r"\b(import_module|resolve_name)\(": (
         "__init__.py",
         "cli/__init__.py",
+        "core/named.py",
         "models/registry.py",
         "data/sources/__init__.py",
         "data/sources/custom.py",

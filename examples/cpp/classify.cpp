@@ -83,11 +83,12 @@ int main(int count, char **arguments) {
         const Json record = Json::parse(metadata["drumline"]);
         const Json &model = record["model"];
         if (record["export"]["takes"].text != "pixels") throw std::runtime_error("was exported with --raw");
+        const at::Device device(record["export"]["device"].text); // the one for which the model was compiled
         const Preprocessing preprocessing(model);
         for (int i = 2; i < count; i++) {
             try {
                 at::Tensor best, index;
-                std::tie(best, index) = loader.run({preprocessing.pixels(arguments[i])})[0].max(1);
+                std::tie(best, index) = loader.run({preprocessing.pixels(arguments[i]).to(device)})[0].max(1);
                 size_t number = static_cast<size_t>(index.item<int64_t>());
                 const auto &classes = model["classes"].list; // a count where the classes have no names
                 std::string label = number < classes.size() ? classes[number].text : std::to_string(number);

@@ -138,16 +138,18 @@ def test_damaged_files_do_not_hide_a_run(tmp_path: Path) -> None:
 
 def test_only_settings_that_differ_are_listed() -> None:
     runs = [
-        RunSummary("a", "finished", settings={"optim.lr": 0.1, "run.name": "a", "data.size": 32}),
+        RunSummary("a", "finished", settings={"optim.momentum": 0.9, "run.name": "a", "data.size": 32}),
         RunSummary(
-            "b", "finished", settings={"optim.lr": 0.2, "run.name": "b", "data.size": 32, "new.field": 1}
+            "b",
+            "finished",
+            settings={"optim.momentum": 0.8, "run.name": "b", "data.size": 32, "new.field": 1},
         ),
     ]
-    assert differences(runs) == [{"optim.lr": 0.1}, {"optim.lr": 0.2, "new.field": 1}]
+    assert differences(runs) == [{"optim.momentum": 0.9}, {"optim.momentum": 0.8, "new.field": 1}]
     assert differences(runs[:1]) == [{}]
     lines = table(runs, differences(runs), 1000)
-    assert lines[1].endswith("0:00"), "the default rate is left out"
-    assert lines[2].endswith("optim.lr=0.2  new.field=1")
+    assert lines[1].endswith("0:00"), "the default is left out"
+    assert lines[2].endswith("optim.momentum=0.8  new.field=1")
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100])

@@ -23,7 +23,13 @@ OWN = (
     "optim.lr=0.01",
 )
 NADAM = ("optim.name=torch.optim:NAdam", "optim.args=momentum_decay:0.01")
-SHORT = ("train.steps=12", "train.eval_every=0", "checkpoint.every_steps=5", "optim.schedule=constant")
+SHORT = (
+    "train.steps=12",
+    "train.eval_every=0",
+    "checkpoint.every_steps=5",
+    "optim.schedule=constant",
+    "optim.warmup_epochs=0",  # `auto` depends on the length of the run
+)
 
 
 @pytest.fixture

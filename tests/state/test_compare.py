@@ -117,9 +117,9 @@ def test_differences_in_recipe_and_environment_are_reported(tmp_path: Path) -> N
         tmp_path / "b", {2: {"ids": {"batch": 0}}}, recipe=other, environment={**ENVIRONMENT, "threads": 4}
     )
     found = compare(a, b)
-    assert found.settings == ("optim.lr: 0.1 -> 0.2",)
+    assert found.settings == ('optim.lr: "auto" -> 0.2',)
     assert found.environment == ("threads: 1 -> 4",)
-    assert "recipe: optim.lr: 0.1 -> 0.2" in found.lines
+    assert 'recipe: optim.lr: "auto" -> 0.2' in found.lines
     assert "environment: threads: 1 -> 4" in found.lines
     equal = compare(a, run(tmp_path / "c", recipe=other))
     assert equal.equal

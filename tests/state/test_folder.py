@@ -312,7 +312,7 @@ def test_changed_settings_name_what_can_change_the_result(tmp_path: Path) -> Non
     assert changed_settings(dump_recipe(base), dump_recipe(base)) == []
     changes = changed_settings(dump_recipe(base), dump_recipe(other))
     assert [change.split(":")[0] for change in changes] == ["optim.lr", "parallel.processes", "run.seed"]
-    assert changes[0] == "optim.lr: 0.1 -> 0.2"
+    assert changes[0] == 'optim.lr: "auto" -> 0.2'
 
 
 def test_a_field_that_only_one_version_has_is_a_change() -> None:

@@ -29,7 +29,7 @@ BASE = Recipe(
     model=Model(name="resnet8"),
     train=Train(epochs=3, eval_every=2),
     checkpoint=Checkpoint(every_epochs=0),
-    optim=Optim(lr=0.01),
+    optim=Optim(lr=0.01, warmup_epochs=0),
     parallel=Parallel(threads=1),
 )
 
@@ -99,7 +99,7 @@ def test_a_run_that_is_stopped_and_resumed_has_its_whole_story_in_the_log(
 
 def test_a_guard_that_stops_a_run_is_in_its_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="guard"):
-        run(tmp_path, replace(BASE, optim=Optim(lr=1e30), train=Train(steps=8)))
+        run(tmp_path, replace(BASE, optim=Optim(lr=1e6, warmup_epochs=0), train=Train(steps=8)))
     last = lines(tmp_path)[-1]
     assert re.match(r"failed: after step \d+: guard \[non-finite\]: ", last), last
     assert "fix: " in (tmp_path / "one/log.txt").read_text()

@@ -154,10 +154,13 @@ class _DryRun:
         from drumline.training.optim import build_optimizer
 
         classes = len(self._sets.train.classes) if self._sets else 2
+        optim = self.recipe.optim
+        if optim.lr == "auto":  # the data, which has the number of samples, could not be opened
+            optim = replace(optim, lr=0.1)
         example = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(4))]
         checks: dict[str, Callable[[str], object]] = {
             "data.transform": load_transform,
-            "optim.name": lambda name: build_optimizer(self.recipe.optim, example, torch.zeros(())),
+            "optim.name": lambda name: build_optimizer(optim, example, torch.zeros(())),
             "train.loss": lambda name: OwnLoss(name, classes, torch.device("cpu")),
         }
         lines, errors = [], []

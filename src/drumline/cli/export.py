@@ -45,6 +45,8 @@ class Options:
     """Verify on these images: files, folders or .tar archives, instead of the run's evaluation images."""
     samples: Annotated[int | Literal["all"], Range(1, 1 << 30)] = 512
     """Verify on so many images, evenly spaced over the split, or on `all`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to verify and time the file. aoti compiles for this device; files of the other formats run on both."""
     trust: bool = False
     """Run the code that builds the model, if it is your own (package.module:factory)."""
 
@@ -57,7 +59,7 @@ COMMAND = Command(
         weights), a checkpoint, or weights that Drumline exported. FORMAT is one of
           onnx         ONNX Runtime, in any language
           pt2          torch.export: PyTorch, without the code of the model
-          aoti         AOTInductor: compiled for this processor, for C++ and Python
+          aoti         AOTInductor: compiled for this CPU or GPU, for C++ and Python
           torchscript  older C++ programs and mobile; deprecated by PyTorch
           safetensors  weights only, with their record
 
@@ -79,7 +81,7 @@ COMMAND = Command(
     options=Options,
     examples="""
   drumline export runs/photos --out photos.onnx
-  drumline export runs/photos --format aoti --out photos.pt2
+  drumline export runs/photos --format aoti --device cuda --out photos.pt2
   drumline export runs/photos --format pt2 --samples all
   drumline export best.safetensors --format onnx --images photos/val
 """,
@@ -103,6 +105,7 @@ def main(argv: list[str]) -> int:
                 options.weights,
                 options.images,
                 options.samples,
+                options.device,
                 options.trust,
             )
         )
@@ -159,7 +162,8 @@ def report_text(model: str, report: dict[str, Any]) -> str:
     lines.append(f"  pixels: equal; batches of {batches}: alike{_OTHER_SIZES[report['other_size']]}")
     lines += [f"  note: {each}" for each in _notes(report)]
     size = report["bytes"] / 1e6
-    head = f"verified on {report['images']:,} {printable(report['of'])}"
+    where = " on the GPU" if report["device"] == "cuda" else ""
+    head = f"verified{where} on {report['images']:,} {printable(report['of'])}"
     verdict = f"OK: {printable(report['file'])} ({size:.1f} MB) answers like {printable(model)}"
     return "\n".join([head, *lines, verdict])
 

@@ -45,7 +45,7 @@ class Options:
     batch: Annotated[int, Range(1, 4096)] = 64
     """Images that the model computes at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on. `auto`: CUDA if there is a GPU; the CPU for exported files."""
+    """Device to compute on. `auto`: CUDA if there is a GPU; for an exported file, the device of its export."""
     trust: bool = False
     """Run the code that builds the model, if it is your own (package.module:factory), and load exported programs
     (pt2, aoti, torchscript), which can run code too."""

@@ -50,9 +50,19 @@ class Classifier(ABC):
         """In the order of the model's outputs."""
         return self.record.classes.names
 
+    @property
     @abstractmethod
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @abstractmethod
+    def compute(self, pixels: Tensor) -> Tensor:
+        """The probability of each class for each image. `pixels`: (images, size, size, 3), uint8, on `device`."""
+
+    @torch.inference_mode()
     def from_pixels(self, pixels: Tensor) -> Tensor:
-        """The probability of each class for each image, on the CPU. `pixels`: (images, size, size, 3), uint8."""
+        """The same with pixels and probabilities on the CPU."""
+        return self.compute(pixels.to(self.device)).cpu()
 
     def predict(self, image: Picture) -> Prediction:
         """The most likely class of an image."""

@@ -29,16 +29,19 @@ class TrainedModel(Classifier):
 
     model: nn.Module
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     @torch.inference_mode()
-    def from_pixels(self, pixels: Tensor) -> Tensor:
+    def compute(self, pixels: Tensor) -> Tensor:
         logits: Tensor = self.model(self.normalised(pixels))
-        return logits.float().softmax(dim=1).cpu()
+        return logits.float().softmax(dim=1)
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """The model's input for pixels of its size."""
-        device = next(self.model.parameters()).device
-        normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
-        return normalise(pixels.to(device))
+        normalise = Normalise.build(self.record.mean, self.record.std, self.device, channels_last=False)
+        return normalise(pixels.to(self.device))
 
     def preprocess(self, images: Sequence[Picture]) -> Tensor:
         """The model's input: float, (images, 3, size, size), normalised, on the model's device."""
@@ -46,7 +49,7 @@ class TrainedModel(Classifier):
 
 
 def load_model(
-    path: str | PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
+    path: str | PathLike[str], *, device: str | torch.device | None = None, trust: bool = False
 ) -> TrainedModel | ExportedModel:
     """Loads a trained model, ready to predict.
 
@@ -57,7 +60,8 @@ def load_model(
 
     Args:
         path: A run folder (its best weights), a checkpoint, weights, or a file that `drumline export` wrote.
-        device: Where the model computes. Exported files compute on the CPU.
+        device: Where the model computes. By default on the CPU, and an exported file on the device for which it was
+            exported.
         trust: Allows what can run code: a model that the user's own code builds (`module:function`), and an exported
             program (pt2, aoti, torchscript).
 
@@ -68,10 +72,8 @@ def load_model(
         UserError: There are no such weights, or they have no record of their model.
     """
     if kind := exported_format(Path(path)):
-        if torch.device(device).type != "cpu":
-            raise UserError(f"{path} is an exported file, which computes on the CPU", "use device cpu")
-        return load_exported(Path(path), kind, trust)
-    return load_trained(path, device=device, trust=trust)
+        return load_exported(Path(path), kind, trust, None if device is None else torch.device(device))
+    return load_trained(path, device=device or "cpu", trust=trust)
 
 
 def load_trained(

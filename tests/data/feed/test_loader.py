@@ -167,7 +167,11 @@ def test_resuming_needs_only_the_remaining_requests(
 
 @pytest.mark.parametrize("workers", ALL, ids=named)
 def test_pixels_are_augmented_for_every_kind_of_workers(folder: Path, workers: LoaderWorkers) -> None:
-    transform = Transform(16, "crop-flip", augmentation=Augmentation((0.4, 0.4, 0.4, 0.1), (2, 9), 0.5))
+    transform = Transform(
+        16,
+        "crop-flip",
+        augmentation=Augmentation(jitter=(0.4, 0.4, 0.4, 0.1), randaugment=(2, 9), erasing=0.5),
+    )
     source = open_dataset(spec(folder))
     with closing(load(folder, workers, last=4, transform=transform)) as loaded:
         for batch, request in zip(loaded, requests(last=4), strict=True):

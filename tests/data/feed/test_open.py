@@ -399,7 +399,7 @@ def test_the_help_explains_every_argument() -> None:
     assert text is not None
     explained = {
         name
-        for line in re.findall(r"^    ([a-z]\w*(?:, \w+)?): ", text, re.MULTILINE)
+        for line in re.findall(r"^    ([a-z]\w*(?:, \w+)*): ", text, re.MULTILINE)
         for name in line.split(", ")
     }
     assert set(inspect.signature(drumline.open_feed).parameters) == explained

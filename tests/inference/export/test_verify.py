@@ -29,7 +29,7 @@ MODEL = ModelRecord(
     exif="ignore",
 )
 RECORD = ExportRecord(
-    MODEL, "onnx", "pixels", "x", "1", "2", Answers("ab", ((0, 0.5), (2, 0.25))), {"images": 3}
+    MODEL, "onnx", "pixels", "x", "1", "2", Answers("ab", ((0, 0.5), (2, 0.25))), "cuda", {"images": 3}
 )
 
 
@@ -102,6 +102,7 @@ def test_a_record_that_was_changed_is_rejected(tmp_path: Path) -> None:
         {"answers": None},
         {"torch": 2},
         {"format": "pt2"},
+        {"device": "tpu"},
     ],
 )
 def test_fields_of_a_record_are_checked(wrong: dict[str, object], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.config.recipe import Parallel, Recipe
+from drumline.config.recipe import Data, Parallel, Recipe
 from drumline.core.errors import UserError
 from drumline.parallel.lanes import Instruction, InstructionLists, Op, channel
 from drumline.parallel.pipeline.schedule import (
@@ -253,7 +253,8 @@ def test_a_schedule_that_cannot_run_is_never_built(
 
 def test_interleaved_needs_a_multiple_of_the_processes() -> None:
     """With `parallel.stages = auto` this shows only once the number of processes is known."""
-    recipe = Recipe(parallel=Parallel(layout="pipeline", schedule="interleaved", micro_batches=6))
+    parallel = Parallel(layout="pipeline", schedule="interleaved", micro_batches=6)
+    recipe = Recipe(data=Data(batch=128), parallel=parallel)
     with pytest.raises(UserError, match=r"(?s)parallel\.micro_batches = 6.*multiple of 4") as error:
         pipeline_shape(recipe, processes=4, devices=1)
     assert "1f1b" in error.value.fix

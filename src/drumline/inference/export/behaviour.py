@@ -7,6 +7,7 @@ a Python value is none of these. Promises: the model is as before afterwards.
 
 from __future__ import annotations
 
+import gc
 import linecache
 import random
 import sys
@@ -191,7 +192,8 @@ def _python_random(found: dict[Finding, None]) -> Iterator[None]:
 
         return step
 
-    before = sys.getprofile(), sys.gettrace()
+    before = sys.getprofile(), sys.gettrace(), gc.isenabled()
+    gc.disable()  # what it calls in other libraries is not the model's
     sys.setprofile(profile)
     sys.settrace(trace)
     try:
@@ -199,6 +201,8 @@ def _python_random(found: dict[Finding, None]) -> Iterator[None]:
     finally:
         sys.setprofile(before[0])
         sys.settrace(before[1])
+        if before[2]:
+            gc.enable()
 
 
 def _generators() -> tuple[Any, ...]:

@@ -223,9 +223,9 @@ def _other_normalisation(
     for text, wrong_mean, wrong_std in mistakes:
         if (wrong_mean, wrong_std) == (mean, std):
             continue
-        normalise = Normalise.build(wrong_mean, wrong_std, torch.device("cpu"), channels_last=False)
+        normalise = Normalise.build(wrong_mean, wrong_std, original.device, channels_last=False)
         with torch.inference_mode():
-            wrong = original.model(normalise(pixels)).float().softmax(dim=1)
+            wrong = original.model(normalise(pixels.to(original.device))).float().softmax(dim=1).cpu()
         if difference(wrong, here).logits <= 4 * tolerance:
             return text
     return ""

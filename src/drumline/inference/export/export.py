@@ -30,6 +30,7 @@ from drumline.inference.export.load import exported_format, load_exported
 from drumline.inference.export.record import (
     MOST_ANSWERS,
     Answers,
+    Device,
     ExportRecord,
     Format,
     Takes,
@@ -40,6 +41,7 @@ from drumline.inference.export.record import (
 from drumline.inference.export.samples import Samples, verification_samples
 from drumline.inference.export.write import ENDINGS, How, Program, check_needs, compile_program
 from drumline.inference.model import TrainedModel, load_trained
+from drumline.parallel.process_group import resolve_device_type
 from drumline.state.folder import run_of
 from drumline.state.weights import export_tensors
 
@@ -59,6 +61,7 @@ class Request:
     weights: Weights = "auto"
     images: tuple[str, ...] = ()
     samples: int | Literal["all"] = 512
+    device: Device = "cpu"
     trust: bool = False
 
 
@@ -72,6 +75,7 @@ def export_model(
     weights: Weights = "auto",
     images: Sequence[str] = (),
     samples: int | Literal["all"] = 512,
+    device: Device = "cpu",
     trust: bool = False,
 ) -> dict[str, Any]:
     """Exports a trained model for other programs, verified against the original.
@@ -90,6 +94,7 @@ def export_model(
         weights: `average` or `model`: the averaged (`train.ema`) or the trained weights of the newest checkpoint.
         images: Images to verify on, instead of the run's evaluation split.
         samples: How many images to verify on, or `all`.
+        device: `cpu` or `cuda`: where the file is verified and timed, and for which aoti compiles it.
         trust: Allows a model that the user's own code builds.
 
     Returns:
@@ -99,7 +104,7 @@ def export_model(
         UserError: The model cannot be exported, or the file does not answer like the original. The message names the
             cause, and no file is written.
     """
-    request = Request(str(model), format, str(out), raw, how, weights, tuple(images), samples, trust)
+    request = Request(str(model), format, str(out), raw, how, weights, tuple(images), samples, device, trust)
     return run_export(request)
 
 
@@ -118,7 +123,11 @@ def run_export(request: Request) -> dict[str, Any]:
             f"{request.model} is an exported file already",
             "give the run, the checkpoint or the weights from which it was exported",
         )
-    original = load_trained(weights_path(Path(request.model), request.weights), trust=request.trust)
+    resolve_device_type(request.device, "device")
+    weights = weights_path(Path(request.model), request.weights)
+    original = load_trained(weights, device=request.device, trust=request.trust)
+    # Exporters get a model on the CPU, so that the file runs anywhere, unless it is compiled for a device.
+    on_cpu = original if request.device == "cpu" else load_trained(weights, trust=request.trust)
     samples = verification_samples(
         Path(request.model), original.record.classes, request.images, request.samples, request.trust
     )
@@ -128,7 +137,7 @@ def run_export(request: Request) -> dict[str, Any]:
         found = (
             _write_weights(original, samples, staged)
             if request.format == "safetensors"
-            else _write_program(original, samples, staged, request, request.format)
+            else _write_program(original, on_cpu, samples, staged, request, request.format)
         )
         size = staged.stat().st_size
 
@@ -136,7 +145,8 @@ def run_export(request: Request) -> dict[str, Any]:
             staged.replace(temporary)
 
         write_file(out, take)
-    return {"file": request.out or out.name, "format": request.format, "bytes": size, "verdict": "ok"} | found
+    head = {"file": request.out or out.name, "format": request.format, "device": request.device}
+    return head | {"bytes": size, "verdict": "ok"} | found
 
 
 def output_file(request: Request) -> Path:
@@ -190,19 +200,24 @@ def _write_weights(original: TrainedModel, samples: Samples, staged: Path) -> di
 
 
 def _write_program(
-    original: TrainedModel, samples: Samples, staged: Path, request: Request, kind: Format
+    original: TrainedModel,
+    on_cpu: TrainedModel,
+    samples: Samples,
+    staged: Path,
+    request: Request,
+    kind: Format,
 ) -> dict[str, Any]:
     pixels = verify.first_pixels(original, samples.samples)
     findings = _watched(original, pixels)
     causes.reject_behaviour(findings, kind, request.how)
     floor = _floor(original, pixels, findings)
     takes: Takes = "normalised" if request.raw else "pixels"
-    module = (original.model if request.raw else FromPixels(original)).eval()
+    module = (on_cpu.model if request.raw else FromPixels(on_cpu)).eval()
     example = pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)]
-    example = original.normalised(example) if request.raw else example
+    example = on_cpu.normalised(example) if request.raw else example
     for _ in progress([kind], f"compiling for {kind}", 1):
-        program = _compiled(kind, module, example, takes, request.how, findings)
-        record = exported_record(original, kind, takes, program.how)
+        program = _compiled(request, kind, module, example, takes, findings)
+        record = exported_record(original, kind, takes, program.how, request.device)
         _save(program, staged, record, kind)
     exported = load_exported(staged, kind, trust=True, check=False)
     warned = causes.source_lines(program.warned)
@@ -275,15 +290,15 @@ def _floor(original: TrainedModel, pixels: Tensor, findings: Sequence[Finding]) 
 
 
 def _compiled(
+    request: Request,
     kind: Format,
     module: torch.nn.Module,
     example: Tensor,
     takes: Takes,
-    how: How,
     findings: Sequence[Finding],
 ) -> Program:
     try:
-        return compile_program(kind, module, example, takes, how)
+        return compile_program(kind, module, example, takes, request.how, request.device)
     except Exception as error:
         raise causes.export_failed(error, kind, findings, _shape_lines(kind, module, example)) from error
 
@@ -306,7 +321,9 @@ def _shape_lines(kind: Format, module: torch.nn.Module, example: Tensor) -> list
         return []
 
 
-def exported_record(original: TrainedModel, kind: Format, takes: Takes, how: str) -> ExportRecord:
+def exported_record(
+    original: TrainedModel, kind: Format, takes: Takes, how: str, device: Device
+) -> ExportRecord:
     """The record of the file, without evidence."""
     pixels = original.pixels(fixed_image())
     best = original.from_pixels(torch.from_numpy(pixels)[None])[0].topk(
@@ -316,7 +333,7 @@ def exported_record(original: TrainedModel, kind: Format, takes: Takes, how: str
         pixels_digest(pixels), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     )
     return ExportRecord(
-        original.record, kind, takes, how, drumline.__version__, str(torch.__version__), answers
+        original.record, kind, takes, how, drumline.__version__, str(torch.__version__), answers, device
     )
 
 

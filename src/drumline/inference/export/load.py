@@ -51,13 +51,18 @@ TITLES: dict[Format, str] = {
 
 @dataclass(frozen=True)
 class ExportedModel(Classifier):
-    """An exported file, ready to predict on the CPU."""
+    """An exported file, ready to predict."""
 
     export: ExportRecord
     program: Program
+    on: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        return self.on
 
     @torch.inference_mode()
-    def from_pixels(self, pixels: Tensor) -> Tensor:
+    def compute(self, pixels: Tensor) -> Tensor:
         if not len(pixels):
             return torch.empty((0, self.record.outputs))
         outputs = self.program(self.inputs(pixels))
@@ -74,7 +79,7 @@ class ExportedModel(Classifier):
         """What the program takes."""
         if self.export.takes == "pixels":
             return pixels
-        normalise = Normalise.build(self.record.mean, self.record.std, torch.device("cpu"), False)
+        normalise = Normalise.build(self.record.mean, self.record.std, self.on, False)
         return normalise(pixels)
 
 
@@ -94,25 +99,29 @@ def exported_format(path: Path) -> Format | None:
     return "torchscript" if scripted else None
 
 
-def load_exported(path: Path, kind: Format, trust: bool = False, check: bool = True) -> ExportedModel:
-    """Loads a file that `drumline export` wrote. Without `check`, for the verification, which checks more."""
-    needs_trust = kind != "onnx"
-    record = read_record(_zip_record(path, kind), path, kind) if needs_trust else None
-    if needs_trust and not trust:
+def load_exported(
+    path: Path, kind: Format, trust: bool = False, device: torch.device | None = None, check: bool = True
+) -> ExportedModel:
+    """Loads a file that `drumline export` wrote, by default on the device of its record. Without `check`, for the
+    verification, which checks more."""
+    record = None if kind == "onnx" else read_record(_zip_record(path, kind), path, kind)
+    if record is not None and not trust:
         raise UserError(
             f"{path} is {TITLES[kind]}, which can run code when it is loaded",
             "if you trust the file, call load_model(..., trust=True)",
             "untrusted-code",
         )
     try:
-        with quiet():
-            if kind == "onnx":
-                program, text = _onnx(path)
-                record = read_record(text, path, kind)
-            else:
-                program = _LOADERS[kind](path)
-        assert record is not None
-        model = ExportedModel(record.model, record, program)
+        if record is None:  # ONNX: data only, so it is loaded before its record is read
+            session = _onnx_session(path, torch.device("cpu"))
+            record = read_record(session.get_modelmeta().custom_metadata_map.get(KEY), path, kind)
+            device = _device(path, record, device)
+            program = _onnx(session if device.type == "cpu" else _onnx_session(path, device))
+        else:
+            device = _device(path, record, device)
+            with quiet():
+                program = _LOADERS[kind](path, device)
+        model = ExportedModel(record.model, record, program, device)
         if check:
             _check_answers(model, path)
         return model
@@ -125,6 +134,28 @@ def load_exported(path: Path, kind: Format, trust: bool = False, check: bool = T
             "the file may be damaged, or written for a different machine or version: export it again",
             "unreadable",
         ) from error
+
+
+def _device(path: Path, record: ExportRecord, asked: torch.device | None) -> torch.device:
+    """Where a file computes: as asked, else where it was verified. Only what AOTInductor compiled cannot move."""
+    here = record.device if record.device == "cpu" or torch.cuda.is_available() else "cpu"
+    device = asked or torch.device(record.device if record.format == "aoti" else here)
+    if record.format == "aoti" and device.type != record.device:
+        raise UserError(
+            f"{path} was compiled for {_PROCESSORS[record.device]}, and does not run on {device.type}",
+            f"export it again with --device {device.type}, or in a format that is not compiled",
+            "other-device",
+        )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"{path} was exported for a GPU, and torch sees none",
+            "see drumline doctor, or export it again with --device cpu",
+            "other-device",
+        )
+    return device
+
+
+_PROCESSORS = {"cpu": "a CPU", "cuda": "a CUDA GPU"}
 
 
 def _check_answers(model: ExportedModel, path: Path) -> None:
@@ -202,40 +233,57 @@ def _zip_record(path: Path, kind: Format) -> str | None:
         raise UserError(f"{path} is damaged: {error}", "copy or export it again", "unreadable") from error
 
 
-def _onnx(path: Path) -> tuple[Program, str | None]:
+def _onnx_session(path: Path, device: torch.device) -> Any:
     need("an ONNX model", "onnxruntime")
     import onnxruntime
 
+    wanted = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
+    if wanted not in onnxruntime.get_available_providers():
+        raise UserError(
+            "onnxruntime has no CUDA here",
+            "pip install onnxruntime-gpu, or use --device cpu",
+            "missing-package",
+        )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    provider = (wanted, {"device_id": device.index or 0}) if device.type == "cuda" else wanted
+    return onnxruntime.InferenceSession(str(path), options, providers=[provider])
+
+
+def _onnx(session: Any) -> Program:
     name = session.get_inputs()[0].name
 
     def program(inputs: Tensor) -> Tensor:
-        outputs: Any = session.run(None, {name: inputs.numpy()})[0]
-        return torch.from_numpy(outputs)
+        outputs: Any = session.run(None, {name: inputs.cpu().numpy()})[0]
+        return torch.from_numpy(outputs).to(inputs.device)
 
-    return program, session.get_modelmeta().custom_metadata_map.get(KEY)
-
-
-def _pt2(path: Path) -> Program:
-    program: Program = torch.export.load(path).module()
     return program
 
 
-def _aoti(path: Path) -> Program:
+def _pt2(path: Path, device: torch.device) -> Program:
+    from torch.export.passes import move_to_device_pass
+
+    exported = torch.export.load(path)
+    if device.type != "cpu":
+        exported = move_to_device_pass(exported, str(device))
+    program: Program = exported.module()
+    return program
+
+
+def _aoti(path: Path, device: torch.device) -> Program:
     import torch._inductor
 
-    return torch._inductor.aoti_load_package(str(path))
+    index = device.index or 0 if device.type == "cuda" else -1
+    return torch._inductor.aoti_load_package(str(path), device_index=index)
 
 
-def _torchscript(path: Path) -> Program:
-    program: Program = torch.jit.load(str(path), map_location="cpu").eval()
+def _torchscript(path: Path, device: torch.device) -> Program:
+    program: Program = torch.jit.load(str(path), map_location=device).eval()
     return program
 
 
-_LOADERS: dict[Format, Callable[[Path], Program]] = {
+_LOADERS: dict[Format, Callable[[Path, torch.device], Program]] = {
     "pt2": _pt2,
     "aoti": _aoti,
     "torchscript": _torchscript,

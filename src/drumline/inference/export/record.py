@@ -20,11 +20,22 @@ from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, NewerFormat, parse_sealed, sealed_text
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, record_of
 
-__all__ = ["KEY", "Answers", "ExportRecord", "Format", "Takes", "fixed_image", "read_record", "record_text"]
+__all__ = [
+    "KEY",
+    "Answers",
+    "Device",
+    "ExportRecord",
+    "Format",
+    "Takes",
+    "fixed_image",
+    "read_record",
+    "record_text",
+]
 
 Format = Literal["pt2", "onnx", "aoti", "torchscript"]
 """The formats that hold a program. Weights alone, in a safetensors file, have the record of the model only."""
 Takes = Literal["pixels", "normalised"]
+Device = Literal["cpu", "cuda"]
 FORMAT = 1
 """Version of the record. A reader rejects newer ones."""
 MOST_ANSWERS = 8
@@ -54,6 +65,8 @@ class ExportRecord:
     drumline: str
     torch: str
     answers: Answers
+    device: Device = "cpu"
+    """Where the file was verified, and where it computes unless another device is asked for."""
     parity: dict[str, Any] = field(default_factory=dict)
     """The evidence, as the verification reported it."""
 
@@ -78,6 +91,7 @@ def record_text(record: ExportRecord) -> str:
         "output": {"name": gives, "dtype": "float32", "shape": ["batch", record.model.outputs]},
         "drumline": record.drumline,
         "torch": record.torch,
+        "device": record.device,
         "answers": {"pixels": record.answers.pixels, "best": [list(each) for each in record.answers.best]},
         "parity": record.parity,
     }
@@ -127,6 +141,7 @@ def _checked(model: ModelRecord, export: dict[str, Any], kind: Format) -> Export
         "how": isinstance(export.get("how"), str),
         "drumline": isinstance(export.get("drumline"), str),
         "torch": isinstance(export.get("torch"), str),
+        "device": export.get("device", "cpu") in get_args(Device),
         "parity": isinstance(export.get("parity"), dict),
         "answers": isinstance(answers, dict)
         and isinstance(answers.get("pixels"), str)
@@ -138,7 +153,8 @@ def _checked(model: ModelRecord, export: dict[str, Any], kind: Format) -> Export
     assert isinstance(answers, dict)
     best = tuple((index, float(probability)) for index, probability in answers["best"])
     known = {name: export[name] for name in ("format", "takes", "how", "drumline", "torch", "parity")}
-    return ExportRecord(model, answers=Answers(answers["pixels"], best), **known)
+    device = export.get("device", "cpu")
+    return ExportRecord(model, answers=Answers(answers["pixels"], best), device=device, **known)
 
 
 def _are_answers(best: Any, outputs: int) -> bool:

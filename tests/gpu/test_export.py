@@ -1,0 +1,57 @@
+"""Exported files on a GPU: every format answers like the model there, and moves between devices if it can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.core.errors import UserError
+from drumline.inference.export.export import export_model
+from drumline.inference.export.load import ExportedModel
+from drumline.inference.model import load_model, load_trained
+from tests.inference.export.test_export import ENDINGS, IMAGES, NETS, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def exported(model: Path, kind: Any, **options: Any) -> dict[str, Any]:
+    out = model.with_name("out" + ENDINGS[kind])
+    return export_model(model, kind, out, images=IMAGES, device="cuda", trust=True, **options)
+
+
+@pytest.mark.parametrize("name", ["resnet8", f"{NETS}:ViT"])
+@pytest.mark.parametrize("kind", ["pt2", "torchscript", "aoti", "safetensors"])
+def test_a_file_exported_for_the_gpu_answers_as_the_model_does_there(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    model = weights(tmp_path, name)
+    report = exported(model, kind)
+    assert (report["top1_agreement"], report["device"]) == (1.0, "cuda")
+    loaded = load_model(report["file"], trust=True)
+    if isinstance(loaded, ExportedModel):
+        assert loaded.device.type == "cuda"
+    wanted = load_trained(model, device="cuda", trust=True).probabilities(IMAGES)
+    assert torch.allclose(loaded.probabilities(IMAGES), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["pt2", "torchscript"])
+def test_what_is_not_compiled_runs_on_both_devices(kind: str, tmp_path: Path) -> None:
+    model = weights(tmp_path, f"{NETS}:ViT")
+    out = model.with_name("out" + ENDINGS[kind])
+    export_model(model, kind, out, images=IMAGES, trust=True)  # type: ignore[arg-type]
+    there = load_model(out, device="cuda", trust=True)
+    here = load_model(out, trust=True)
+    assert (there.device.type, here.device.type) == ("cuda", "cpu")
+    assert torch.allclose(there.probabilities(IMAGES), here.probabilities(IMAGES), atol=1e-3)
+
+
+def test_a_package_for_the_gpu_does_not_run_on_the_cpu(tmp_path: Path) -> None:
+    file = exported(weights(tmp_path, "resnet8"), "aoti")["file"]
+    with pytest.raises(UserError, match="compiled for a CUDA GPU"):
+        load_model(file, device="cpu", trust=True)
