@@ -123,7 +123,7 @@ def test_differences_in_recipe_and_environment_are_reported(tmp_path: Path) -> N
     assert "environment: threads: 1 -> 4" in found.lines
     equal = compare(a, run(tmp_path / "c", recipe=other))
     assert equal.equal
-    assert "although the recipe differs: optim.lr: 0.1 -> 0.2" in equal.lines
+    assert 'although the recipe differs: optim.lr: "auto" -> 0.2' in equal.lines
 
 
 def test_runs_of_different_length_and_other_steps_are_compared_where_both_are(tmp_path: Path) -> None:
