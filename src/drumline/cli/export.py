@@ -46,7 +46,7 @@ class Options:
     samples: Annotated[int | Literal["all"], Range(1, 1 << 30)] = 512
     """Verify on so many images, evenly spaced over the split, or on `all`."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to verify and time the file. aoti compiles for this device; files of the other formats run on both."""
+    """Where to verify and time the file. pt2 and aoti files run on this device only, the others on both."""
     trust: bool = False
     """Run the code that builds the model, if it is your own (package.module:factory)."""
 

@@ -12,6 +12,7 @@ import torch
 
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
+from drumline.inference.export import load
 from drumline.inference.export.record import Answers, ExportRecord, fixed_image, read_record, record_text
 from drumline.inference.export.verify import ROUNDINGS, Comparison, Difference, difference, limit
 from drumline.state.model_record import ModelRecord
@@ -119,3 +120,16 @@ def test_the_test_image_is_the_same_everywhere() -> None:
     image = fixed_image()
     assert image.shape == (179, 263, 3)
     assert int(image.astype(np.int64).sum()) == 17083801
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with a GPU")
+@pytest.mark.parametrize(
+    ("asked", "message"), [(None, "torch sees none"), ("cpu", "was exported for cuda, not for cpu")]
+)
+def test_a_graph_that_was_exported_for_a_gpu_needs_one(
+    asked: str | None, message: str, tmp_path: Path
+) -> None:
+    device = None if asked is None else torch.device(asked)
+    with pytest.raises(UserError, match=message):
+        load.file_device(tmp_path / "a.pt2", replace(RECORD, format="pt2"), device)
+    assert load.file_device(tmp_path / "a.pt", replace(RECORD, format="torchscript"), device).type == "cpu"

@@ -4,7 +4,6 @@ Promises: from pixels, it computes what `TrainedModel.from_pixels` computes, wit
 not postponed here: TorchScript reads them.
 """
 
-import torch
 from torch import Tensor, nn
 
 from drumline.inference.model import TrainedModel
@@ -20,7 +19,7 @@ class FromPixels(nn.Module):
     def __init__(self, trained: TrainedModel) -> None:
         super().__init__()
         record = trained.record
-        normalise = Normalise.build(record.mean, record.std, torch.device("cpu"), channels_last=False)
+        normalise = Normalise.build(record.mean, record.std, trained.device, channels_last=False)
         self.model = trained.model
         self.register_buffer("mean", normalise.mean)
         self.register_buffer("std", normalise.std)

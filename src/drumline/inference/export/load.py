@@ -115,10 +115,10 @@ def load_exported(
         if record is None:  # ONNX: data only, so it is loaded before its record is read
             session = _onnx_session(path, torch.device("cpu"))
             record = read_record(session.get_modelmeta().custom_metadata_map.get(KEY), path, kind)
-            device = _device(path, record, device)
+            device = file_device(path, record, device)
             program = _onnx(session if device.type == "cpu" else _onnx_session(path, device))
         else:
-            device = _device(path, record, device)
+            device = file_device(path, record, device)
             with quiet():
                 program = _LOADERS[kind](path, device)
         model = ExportedModel(record.model, record, program, device)
@@ -136,26 +136,20 @@ def load_exported(
         ) from error
 
 
-def _device(path: Path, record: ExportRecord, asked: torch.device | None) -> torch.device:
-    """Where a file computes: as asked, else where it was verified. Only what AOTInductor compiled cannot move."""
-    here = record.device if record.device == "cpu" or torch.cuda.is_available() else "cpu"
-    device = asked or torch.device(record.device if record.format == "aoti" else here)
-    if record.format == "aoti" and device.type != record.device:
+def file_device(path: Path, record: ExportRecord, asked: torch.device | None) -> torch.device:
+    """Where a file computes: as asked, else where it was verified. A graph of torch.export holds its device."""
+    bound = record.format in ("pt2", "aoti")
+    verified = record.device if bound or torch.cuda.is_available() else "cpu"
+    device = asked or torch.device(verified)
+    again = f"export it again with --device {device.type}, or as onnx, which runs on both"
+    if bound and device.type != record.device:
         raise UserError(
-            f"{path} was compiled for {_PROCESSORS[record.device]}, and does not run on {device.type}",
-            f"export it again with --device {device.type}, or in a format that is not compiled",
-            "other-device",
+            f"{path} was exported for {record.device}, not for {device.type}", again, "other-device"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"{path} was exported for a GPU, and torch sees none",
-            "see drumline doctor, or export it again with --device cpu",
-            "other-device",
-        )
+        again = "see drumline doctor, or export it again with --device cpu"
+        raise UserError(f"{path} runs on a GPU, and torch sees none", again, "other-device")
     return device
-
-
-_PROCESSORS = {"cpu": "a CPU", "cuda": "a CUDA GPU"}
 
 
 def _check_answers(model: ExportedModel, path: Path) -> None:
@@ -261,13 +255,8 @@ def _onnx(session: Any) -> Program:
     return program
 
 
-def _pt2(path: Path, device: torch.device) -> Program:
-    from torch.export.passes import move_to_device_pass
-
-    exported = torch.export.load(path)
-    if device.type != "cpu":
-        exported = move_to_device_pass(exported, str(device))
-    program: Program = exported.module()
+def _pt2(path: Path, _: torch.device) -> Program:
+    program: Program = torch.export.load(path).module()
     return program
 
 

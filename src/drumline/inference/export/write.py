@@ -18,11 +18,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.export.passes import move_to_device_pass
 
 from drumline.core.errors import UserError
 from drumline.inference.export.load import AOTI_METADATA, need, quiet
-from drumline.inference.export.record import KEY, Device, Format
+from drumline.inference.export.record import KEY, Format
 
 How = Literal["trace", "script"]
 Save = Callable[[Path, str], None]
@@ -59,11 +58,8 @@ def check_needs(kind: Format) -> None:
         )
 
 
-def compile_program(
-    kind: Format, module: nn.Module, example: Tensor, takes: str, how: How, device: Device = "cpu"
-) -> Program:
-    """Compiles a module in eval mode, on the CPU, for batches of any size. `takes` names its input; `device` is where
-    an aoti package runs."""
+def compile_program(kind: Format, module: nn.Module, example: Tensor, takes: str, how: How) -> Program:
+    """Compiles a module in eval mode for batches of any size, on its device. `takes` names its input."""
     with torch.no_grad(), quiet():
         if kind == "torchscript":
             return _torchscript(module, example, how)
@@ -72,7 +68,7 @@ def compile_program(
         )
         if kind == "onnx":
             return _onnx(program, takes)
-        return _aoti(move_to_device_pass(program, device)) if kind == "aoti" else _pt2(program)
+        return _aoti(program) if kind == "aoti" else _pt2(program)
 
 
 def _pt2(program: torch.export.ExportedProgram) -> Program:
