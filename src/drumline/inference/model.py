@@ -35,7 +35,7 @@ class TrainedModel(Classifier):
         return logits.float().softmax(dim=1).cpu()
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """The model's input for pixels of its size."""
+        """The model's input for preprocessed pixels."""
         device = next(self.model.parameters()).device
         normalise = Normalise.build(self.record.mean, self.record.std, device, channels_last=False)
         return normalise(pixels.to(device))
@@ -58,8 +58,8 @@ def load_model(
     Args:
         path: A run folder (its best weights), a checkpoint, weights, or a file that `drumline export` wrote.
         device: Where the model computes. Exported files compute on the CPU.
-        trust: Allows what can run code: a model that the user's own code builds (`module:function`), and an exported
-            program (pt2, aoti, torchscript).
+        trust: Allows files that can run code: a model that the user's own code builds (`module:function`), and
+            exported programs (pt2, aoti, torchscript).
 
     Returns:
         The model in eval mode, with its class names and its image preprocessing.
@@ -69,7 +69,7 @@ def load_model(
     """
     if kind := exported_format(Path(path)):
         if torch.device(device).type != "cpu":
-            raise UserError(f"{path} is an exported file, which computes on the CPU", "use device cpu")
+            raise UserError(f"{path} is an exported file, which runs on the CPU only", "use device cpu")
         return load_exported(Path(path), kind, trust)
     return load_trained(path, device=device, trust=trust)
 
