@@ -122,4 +122,4 @@ def test_a_run_that_ends_at_chance_says_so(tmp_path: Path) -> None:
         train=Train(epochs=2, eval_every=0),
     )
     train(recipe, single_process(torch.device("cpu")))
-    assert "WARNING: the model has not learned" in (tmp_path / "one/log.txt").read_text()
+    assert "WARNING: the model is not learning" in (tmp_path / "one/log.txt").read_text()
