@@ -63,7 +63,7 @@ def test_trained_weights_get_a_lower_rate_and_fewer_epochs(name: str) -> None:
 
 
 def test_an_own_optimizer_needs_a_rate() -> None:
-    with pytest.raises(UserError, match=r"optim.lr = auto: nothing is known .* torch.optim:NAdam"):
+    with pytest.raises(UserError, match=r"optim.lr = auto: there is no default rate .* torch.optim:NAdam"):
         settle(Recipe(optim=Optim(name="torch.optim:NAdam")), 504)
 
 
