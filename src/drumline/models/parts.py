@@ -1,8 +1,8 @@
 """The parts of a model that training treats differently: its classifier, its blocks by depth, its frozen modules.
 
-Promises: a name means a module, never the beginning of a name, so `layer1` does not freeze `layer10`. A frozen
-parameter needs no gradient, and a frozen layer with running statistics stays in evaluation mode, whatever `train()`
-is called on. Rejects names that the model does not have, and suggests the nearest ones.
+Promises: a name means a whole module name, not a prefix, so `layer1` does not freeze `layer10`. A frozen parameter
+needs no gradient, and a frozen layer with running statistics stays in evaluation mode, whatever module `train()` is
+called on. Rejects names that the model does not have, and suggests similar ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def head_name(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What is not trained, by the model's names."""
+    """The frozen parameters and layers, by the model's names."""
 
     parameters: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> Frozen:
 
 
 def find_frozen(model: nn.Module, names: Sequence[str]) -> Frozen:
-    """The parameters and layers that these names stand for."""
+    """The parameters and layers in the modules of these names."""
     modules = dict.fromkeys(each for name in names for each in _modules_of(model, name))
     owned = {id(each) for module in modules for each in module.parameters(recurse=False)}
     layers = {id(module) for module in modules if _has_statistics(module)}
@@ -63,7 +63,7 @@ def find_frozen(model: nn.Module, names: Sequence[str]) -> Frozen:
 
 
 def hold_in_eval(layer: nn.Module) -> None:
-    """Puts a layer into evaluation mode for good: `train()` changes the mode of its children only."""
+    """Keeps a layer in evaluation mode: afterwards, `train()` changes only the mode of its children."""
     layer.train = partial(_stay_in_eval, layer)  # type: ignore[method-assign]
     layer.eval()
 
@@ -81,8 +81,8 @@ def _stay_in_eval(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def rate_factors(model: nn.Module, head: float, decay: float) -> dict[str, float]:
-    """The factor on the learning rate of each parameter: `decay` for each block that follows, times `head` for the
-    classifier. Parameters before the first block count as one block more; those after the last one as none."""
+    """The factor on the learning rate of each parameter: `decay` for each later block, times `head` for the
+    classifier. Parameters before the first block count as one more block; those after the last one count as none."""
     depths = _depths(model) if decay != 1 else {}
     deepest = max(depths.values(), default=0)
     classifier = head_name(model)

@@ -64,7 +64,7 @@ class EvalResult:
     broken_samples: int
     report: Report
     per_class: bool = False
-    """Whether the line of JSON has the classes one by one."""
+    """Whether the line of JSON lists the classes."""
 
     def as_dict(self) -> dict[str, Any]:
         """For the line of JSON. A metric is None if it is not finite; samples without a finite output are wrong."""
@@ -210,7 +210,7 @@ def evaluate_weights(
     )
     labels = sets.eval.labels if outputs is None else outputs.cpu().numpy()[sets.eval.labels]
     predicted, probability = seen.gather(world)
-    # A factory of the user's own may give more outputs than there are classes.
+    # The user's own factory may build more outputs than there are classes.
     every = (*names, *map(str, range(len(names), int(predicted.max()) + 1)))
     report = Report(every, labels, predicted, probability, finite=not score.nonfinite)
     gather_bad_samples(sets.bad, world)
@@ -286,7 +286,7 @@ def model_to_score(
                 record.classes,
                 data,
                 set(np.unique(sets.eval.labels).tolist()),
-                # A shard's numbers are those of the whole data set, of whose classes some shards may lack the last.
+                # The numbers of a shard are those of the whole data set; a shard may lack its last classes.
                 by_number=recipe.model.classes == record.outputs or sets.name == "webdataset",
             )
         except OtherClasses as difference:

@@ -263,7 +263,7 @@ def test_a_file_whose_record_was_changed_is_rejected(
 ) -> None:
     model = onnx.load(str(onnx_file))
     assert main(["eval", str(onnx_file)]) == 2
-    assert "is an exported file, which eval does not score" in capsys.readouterr().err
+    assert "is an exported file, which eval cannot score" in capsys.readouterr().err
     (entry,) = (each for each in model.metadata_props if each.key == KEY)
     text = change(entry.value)
     if text is None:
