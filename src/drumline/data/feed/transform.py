@@ -46,7 +46,7 @@ class Transform:
     hflip: float | Literal["auto"] = "auto"
     """Probability that an image is mirrored. `auto`: a half if `augment` flips."""
     crop_scale: tuple[float, float] = FULL_SCALE
-    """Least and greatest area of the crops of `crop-flip`."""
+    """Minimum and maximum area of the crops of `crop-flip`."""
     eval_crop: float = 0.875
     exif: Literal["ignore", "apply"] = "ignore"
     mixup: float = 0.0
