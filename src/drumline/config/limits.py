@@ -178,7 +178,7 @@ class Arguments:
                     f"{text!r} is not an argument", "write key:value, or several as key:value,key:value"
                 )
             if key in self.fields:
-                return Wrong(f"{key} has a field of its own", f"set {self.fields[key]} instead")
+                return Wrong(f"{key} has its own recipe field", f"set {self.fields[key]} instead")
             if key in seen:
                 return Wrong(f"{key} is given twice", "give each argument once")
             seen.add(key)

@@ -24,7 +24,7 @@ STEM = "stem"
 
 
 def head_name(model: nn.Module) -> str:
-    """The dotted name of the classifier: in models that are not built in, of the last linear layer. Empty: none."""
+    """The dotted name of the classifier; in models that are not built in, the last linear layer. Empty: none."""
     if isinstance(model, VisionModel):
         return model.head_name
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -104,7 +104,7 @@ def _depths(model: nn.Module) -> dict[str, int]:
     if not numbers:
         raise UserError(
             f"optim.layer_decay: {type(model).__name__} has no repeated blocks, so its layers have no depth",
-            "remove it, or give a model of your own a method blocks() that lists them in order",
+            "remove it, or add a method blocks() to your own model that lists its blocks in order",
         )
     block_of = {
         id(each): number
@@ -121,7 +121,7 @@ def _depths(model: nn.Module) -> dict[str, int]:
 
 
 def _modules_of(model: nn.Module, name: str) -> Iterable[nn.Module]:
-    """The modules that a name of `train.freeze` stands for, with those inside."""
+    """The modules that a name in `train.freeze` stands for, including those inside them."""
     found = dict(model.named_modules(remove_duplicate=False)).get(name) if name else None
     if found is not None:
         return found.modules()
@@ -156,7 +156,7 @@ def _stem(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether the layer has state that a forward in training mode may move, such as BatchNorm's."""
+    """Whether the layer has state that a forward pass in train mode may change, such as BatchNorm's."""
     return any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
 
 

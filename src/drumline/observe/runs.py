@@ -132,7 +132,7 @@ def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a number varies over runs."""
+    """The variation of a number over runs."""
 
     mean: float
     std: float
@@ -142,7 +142,7 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """How the values vary; None if there are fewer than two, or one is missing."""
+    """The variation of the values; None if there are fewer than two, or one is missing."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(known) < len(values):
         return None

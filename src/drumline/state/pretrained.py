@@ -75,7 +75,7 @@ assert set(TORCHVISION) == set(IMAGENET)
 
 @dataclass(frozen=True)
 class _Found:
-    """What a name stands for."""
+    """The weights that a name stands for."""
 
     record: ModelRecord
     url: str = ""
@@ -266,7 +266,7 @@ def _hugging_face_file(text: str, repository: str) -> Path:
     try:
         hub = import_module("huggingface_hub")
         return Path(hub.hf_hub_download(repository, "model.safetensors"))
-    except Exception as error:  # the library raises errors of its own and of its network stack
+    except Exception as error:  # the library raises its own errors and those of its network stack
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"model.weights = {text}: model.safetensors of {repository} is not in {_hugging_face_cache()} and cannot "

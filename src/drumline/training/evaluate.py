@@ -97,7 +97,7 @@ def evaluate(
 ) -> Score:
     """Runs `model` in eval mode over this rank's batches and sums over the world; where the model returns None, a
     different rank has the output. `record` is called with the outputs of each of this rank's batches. `readers`
-    go through the set at the same time. `outputs` maps each label to the model's output, where the model numbers its
+    go through the set at the same time. `outputs` maps each label to the model's output if the model numbers its
     classes differently from the data."""
     was_training = model.training
     model.eval()
@@ -244,7 +244,7 @@ def evaluate_weights(
 
 
 def _write(report: Report, sets: Sets, predictions: str, confusion: str) -> Iterator[str]:
-    """Writes the files that are asked for; a line for each."""
+    """Writes the requested files; returns a line for each."""
     if predictions:
         watch = partial(progress, text="writing predictions")
         _write_text("--predictions", predictions, predictions_csv(report, sets.eval, sets.bad[1].bad, watch))
@@ -266,8 +266,8 @@ def _write_text(option: str, path: str, text: str) -> None:
 def model_to_score(
     recipe: Recipe, sets: Sets, world: World
 ) -> tuple[nn.Module, tuple[str, ...], torch.Tensor | None, list[str]]:
-    """The recipe's model with its weights, the names of its classes, the output for each of the data's labels
-    (None: of the same number), and messages. Rejects weights of classes that the evaluation set does not have."""
+    """The recipe's model with its weights, the names of its classes, the model's output for each label of the data
+    (None: the same number), and messages. Rejects weights of classes that the evaluation set does not have."""
     file = shared_weights(recipe.model.weights, world)
     record, data = weights_record(file), Classes.of(sets.eval)
     count = record.outputs if record else len(data)

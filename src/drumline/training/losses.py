@@ -27,7 +27,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) to one loss per sample."""
 CALLED = "(logits, labels)"
 PROBED = 3
-"""Samples of the trial call: more than one, so that a mean is told from a loss per sample."""
+"""Samples of the trial call: more than one, to distinguish a mean from a loss per sample."""
 
 
 def make_loss(train: Train, classes: int, device: torch.device) -> Loss:

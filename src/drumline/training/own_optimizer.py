@@ -128,7 +128,7 @@ class OwnOptimizer(EagerOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        # `GradScaler` sets both for the duration of the call; the guard sets the second for good.
+        # `GradScaler` sets both for the duration of the call; the guard sets the second permanently.
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         moving = [(n, p) for n, p in enumerate(self._parameters) if p.grad is not None]

@@ -47,7 +47,7 @@ class DatasetSpec:
     """Folds of a cross-validation, instead of `holdout`; fold number `fold` is for evaluation."""
     fold: int = 0
     split_seed: int = 0
-    """Which of the possible divisions `holdout` and `folds` make."""
+    """Seed of the division by `holdout` or `folds`."""
 
     @property
     def divides(self) -> bool:
