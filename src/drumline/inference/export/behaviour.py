@@ -58,7 +58,7 @@ FIXES: dict[Kind, str] = {
     "batch-statistics": "normalise with the running statistics in eval mode: do not call train() in forward, and "
     "keep track_running_stats",
     "torch-random": "draw random numbers only in training, such as F.dropout(x, training=self.training)",
-    "python-random": "draw random numbers only if self.training",
+    "python-random": "draw random numbers and read the clock only if self.training",
     "data-value": "compute with tensors, such as torch.where(condition, a, b) or torch.cond; with --format "
     "torchscript, --how script keeps the branch",
     "unwatched": "",
