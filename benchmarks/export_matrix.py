@@ -1,4 +1,4 @@
-"""Every model in every format of `drumline export`: whether the file answers like the model, and how fast it is.
+"""Every model in every format of `drumline export`: whether the file matches the model, and how fast it is.
 
     python benchmarks/export_matrix.py [--data FOLDER] [--size 64] [--steps 20] [--models NAME ...] [--formats ...]
     python benchmarks/export_matrix.py --device cuda --size 224 --batches 1 256
@@ -6,7 +6,7 @@
 
 Trains each model for a few steps on FOLDER (default: the embedded digits), exports it in each format, and verifies it
 on every evaluation image. Model and file are timed in alternating rounds, with pixels that are on the device. Prints
-a markdown table. Exits with 1 if a file answers differently; a format that cannot hold a model is a row with the
+a markdown table. Exits with 1 if a file gives different results; a format that cannot hold a model is a row with the
 reason.
 """
 
@@ -42,7 +42,7 @@ ENDINGS = {"onnx": ".onnx", "torchscript": ".pt", "safetensors": ".safetensors"}
 
 
 class ViT(nn.Module):
-    """A small vision transformer of torch's own layers, for images of any size that patches divide."""
+    """A small vision transformer of torch's own layers, for images of any size that is divisible into patches."""
 
     def __init__(self, classes: int, width: int = 64, patch: int = 8) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ViT(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches on a shape and on a Python value, which a file may keep as they are."""
+    """Branches on a shape and on a Python value, which an export may resolve."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 // classify MODEL.pt2 IMAGE.jpg...
 //
-// Prints the class of each JPEG and its probability, by a file of `drumline export --format aoti`. Class names and
-// preprocessing come from the record in the file; pixels are those of `drumline predict`.
+// Prints the class of each JPEG and its probability, using a file that `drumline export --format aoti` wrote. Class
+// names and preprocessing come from the record in the file; pixels are those of `drumline predict`.
 
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
@@ -19,7 +19,7 @@ extern "C" {
 #include "drumline.h"
 }
 
-// How evaluation prepares an image.
+// The preprocessing of an evaluation.
 struct Preprocessing {
     int size, filter;
     bool pillow13, crop, turn;
@@ -36,7 +36,7 @@ struct Preprocessing {
         filter = filters.at(model["interpolation"].text);
     }
 
-    // The whole image, resized to a short side of size / eval_crop, and the centre of that.
+    // The whole image, resized to a short side of size / eval_crop, then centre-cropped.
     std::vector<int32_t> geometry(int32_t wide, int32_t high) const {
         int64_t width = size, height = size;
         if (crop) {
@@ -55,14 +55,14 @@ struct Preprocessing {
         std::vector<uint8_t> data{std::istreambuf_iterator<char>(file), {}};
         if (!file) throw std::runtime_error("cannot be read");
         int32_t stored[STORED];
-        if (!jpeg_size(data.data(), data.size(), stored)) throw std::runtime_error("is not a JPEG that this program reads");
-        if (turn && stored[2]) throw std::runtime_error("may be turned by its EXIF data, which this program does not do");
+        if (!jpeg_size(data.data(), data.size(), stored)) throw std::runtime_error("is not a JPEG that this program can read");
+        if (turn && stored[2]) throw std::runtime_error("may need an EXIF rotation, which this program does not support");
         auto pixels = at::empty({1, size, size, 3}, at::kByte);
         Scratch scratch = {};
         int status = jpeg_window(data.data(), data.size(), stored[0], stored[1], geometry(stored[0], stored[1]).data(),
                                  size, filter, pillow13, pixels.data_ptr<uint8_t>(), &scratch);
         scratch_free(&scratch);
-        if (status != DONE) throw std::runtime_error("is an unusual or damaged JPEG, which only drumline predict reads");
+        if (status != DONE) throw std::runtime_error("is an unusual or damaged JPEG; use drumline predict");
         return pixels;
     }
 };
@@ -74,12 +74,12 @@ int main(int count, char **arguments) {
     }
     int failed = 0;
     try {
-        // AOTInductor checks the shape of its input only on request, and gives wrong answers for a wrong one.
+        // By default, AOTInductor does not check the shape of its input, and returns wrong results for a wrong one.
         setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);
         c10::InferenceMode inference;
         torch::inductor::AOTIModelPackageLoader loader(arguments[1]);
         auto metadata = loader.get_metadata();
-        if (!metadata.count("drumline")) throw std::runtime_error("has no record of drumline");
+        if (!metadata.count("drumline")) throw std::runtime_error("has no Drumline record");
         const Json record = Json::parse(metadata["drumline"]);
         const Json &model = record["model"];
         if (record["export"]["takes"].text != "pixels") throw std::runtime_error("was exported with --raw");
@@ -90,7 +90,7 @@ int main(int count, char **arguments) {
                 at::Tensor best, index;
                 std::tie(best, index) = loader.run({preprocessing.pixels(arguments[i]).to(device)})[0].max(1);
                 size_t number = static_cast<size_t>(index.item<int64_t>());
-                const auto &classes = model["classes"].list; // a count where the classes have no names
+                const auto &classes = model["classes"].list; // a number if the classes have no names
                 std::string label = number < classes.size() ? classes[number].text : std::to_string(number);
                 std::printf("%s\t%s\t%.6f\n", arguments[i], label.c_str(), best.item<float>());
             } catch (const std::exception &error) {

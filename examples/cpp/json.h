@@ -1,4 +1,4 @@
-// A reader of JSON, as much of it as a record of drumline needs: a value is text, a number, a list or a table.
+// A JSON reader with the features that a Drumline record needs: text, numbers, lists and tables.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct Json {
         at++;
     }
 
-    // Whether a word comes next, which is then passed over.
+    // Skips a word if it comes next; returns whether it did.
     static bool word(const char *&at, const char *name) {
         size_t length = std::strlen(name);
         bool here = !std::strncmp(at, name, length);

@@ -4,7 +4,7 @@ The command line is `drumline`. From Python:
 
     Recipe, train, distill, evaluate     the commands as functions
     create_model, load_model             models by name; the model of a run, ready to predict
-    export_model                         a verified file of a model for other programs
+    export_model                         exports a verified model for other programs
     open_feed                            exact pixels at full speed, for any training loop
     guard, GuardError                    finds silent mistakes in any training loop
     checkpoints                          save, verify and load, for any training loop

@@ -83,7 +83,7 @@ def evaluate(
         path: A run folder, a checkpoint or a weights file.
         settings: Settings that override the recipe of the run, such as `"data.batch=64"`.
         per_class: Adds `per_class` to the result: a dict for each class, with `class`, `samples`, `correct`,
-            `accuracy`, `precision`, `f1`, and `confused_with`, the class that it is most often taken for.
+            `accuracy`, `precision`, `f1`, and `confused_with`, the class that it is most often confused with.
         predictions: A CSV file to write, with a row for each sample.
         confusion: A CSV file to write, with the confusion matrix.
 

@@ -147,7 +147,7 @@ def test_weights_and_sizes_are_checked_as_the_run_checks_them(capsys: pytest.Cap
     photos()
     other = weights("other.safetensors", "resnet14")
     said = dry(capsys, *ON_PHOTOS, f"model.weights={other}", code=2)
-    assert "model.name = resnet8, but model.weights = other.safetensors are weights of resnet14" in said
+    assert "model.name = resnet8, but model.weights = other.safetensors holds weights of resnet14" in said
     nan = weights("nan.safetensors", nan=True)
     assert "NaN" in dry(capsys, *ON_PHOTOS, f"model.weights={nan}", code=2)
     birds = weights("birds.safetensors", classes=("owl", "tit", "auk"))
@@ -203,9 +203,9 @@ def test_what_is_frozen_and_the_rates_are_shown_and_checked(capsys: pytest.Captu
     said = dry(capsys, *words, "train.freeze=stem,layer1", "train.unfreeze_epoch=2", "optim.head_lr=10")
     assert (
         "frozen until step 22: stem, layer1: 5,136 of 78,042 parameters; 3 layers with running statistics in "
-        "evaluation mode; 72,906 train"
+        "evaluation mode; 72,906 are trained"
     ) in said
-    assert "WARNING: what is frozen keeps random weights, because model.weights is empty" in said
+    assert "WARNING: the frozen modules keep random weights because model.weights is empty" in said
     assert "learning rates: 0.1 (18 tensors), 1 (2 tensors)" in said
     assert "did you mean layer1?" in dry(capsys, *words, "train.freeze=layr1", code=2)
     assert "freezes the whole model" in dry(capsys, *words, "train.freeze=backbone,fc", code=2)

@@ -59,8 +59,8 @@ def test_each_run_has_a_seed_and_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parallel": Parallel(nodes=2, rendezvous="a:1")}, "--repeat 2: works on one machine"),
-        ({"checkpoint": Checkpoint(resume="runs/a")}, "not at checkpoint.resume = runs/a"),
+        ({"parallel": Parallel(nodes=2, rendezvous="a:1")}, "--repeat 2: works only on one machine"),
+        ({"checkpoint": Checkpoint(resume="runs/a")}, "not from checkpoint.resume = runs/a"),
         ({"run": Run(name="r", seed=2**63 - 1)}, "run.seed"),
     ],
 )
@@ -88,7 +88,7 @@ def test_the_same_command_runs_what_is_missing_and_prints_the_spread(
     assert main(["train", *SHORT, "--repeat", "3"]) == 0
     out, err = capfd.readouterr()
     assert {path: path.read_text() for path in logs} == logs, "finished runs are not touched"
-    assert "run 2 of 3: seed 1, runs/r-seed1, has finished before" in err
+    assert "run 2 of 3: seed 1, runs/r-seed1, is already finished" in err
     found = json.loads(out.splitlines()[-1])
     values = [run["top1"] for run in found["runs"]]
     assert [(run["run"], run["seed"]) for run in found["runs"]] == [(f"runs/r-seed{n}", n) for n in range(3)]
@@ -117,7 +117,7 @@ def test_a_run_of_the_same_name_that_repeat_did_not_start_is_not_taken(
     Path("runs/r-seed1").mkdir(parents=True)
     Path("runs/r-seed1/recipe.toml").write_text("[optim]\nlr = 3\n")
     assert main(["train", *SHORT, "--repeat=2"]) == 2
-    assert "runs/r-seed1 holds a run that --repeat did not start" in capfd.readouterr().err
+    assert "runs/r-seed1 contains a run that --repeat did not start" in capfd.readouterr().err
     assert not Path("runs/r-seed0").exists()
 
 
@@ -140,12 +140,12 @@ def test_a_run_that_fails_or_is_stopped_ends_the_command(
     monkeypatch.setattr(start, "start", end)
     assert main(["train", *SHORT, "--repeat=2"]) == 2
     err = capfd.readouterr().err
-    assert "seed 0 did not finish; the same command continues with it" in err
+    assert "seed 0 did not finish; repeat the command to continue with it" in err
     assert "the disk is full" in err
     assert main(["train", *SHORT, "--repeat=2"]) == 128 + signal.SIGTERM
     out, err = capfd.readouterr()
     assert json.loads(out.splitlines()[-1])["finished"] is False
-    assert "stopped at seed 0; the same command continues with it" in err
+    assert "stopped at seed 0; repeat the command to continue with it" in err
     assert ends == []
 
 

@@ -382,7 +382,7 @@ def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -
     file = tmp_path / "r.toml"
     file.write_text("[optim]\nhead_lr = 3.0\n")
     assert given(str(file), "finetune=w.pth") == ("w.pth", 3.0)
-    with pytest.raises(UserError, match="both name weights"):
+    with pytest.raises(UserError, match="both set weights"):
         given("finetune=w.pth", "model.weights=v.pth")
     with pytest.raises(UserError, match="names no weights"):
         given("finetune=")

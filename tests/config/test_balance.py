@@ -20,7 +20,7 @@ def error_of(*words: str) -> str:
     "value", ["cat", "cat:heavy", ":2", "cat:-1", "cat:nan", "cat:inf", "cat:1,balanced"]
 )
 def test_class_weights_that_are_no_names_with_weights_are_rejected(value: str) -> None:
-    assert "is not a class and a weight of 0 or more" in error_of(f"train.class_weights={value}")
+    assert "is not a class with a weight of at least 0" in error_of(f"train.class_weights={value}")
 
 
 def test_a_class_has_one_weight() -> None:
@@ -35,4 +35,4 @@ def test_class_weights_are_read(words: Sequence[str]) -> None:
 
 def test_combinations_without_a_meaning_are_rejected() -> None:
     assert "has no effect" in error_of("train.class_weights=balanced", "data.balance=balanced")
-    assert "a sample comes several times in an epoch" in error_of("distill.cache=c", "data.balance=sqrt")
+    assert "repeats samples within an epoch" in error_of("distill.cache=c", "data.balance=sqrt")

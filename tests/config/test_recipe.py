@@ -170,7 +170,7 @@ TWO_MACHINES = {
         ({"run__device": "cpu", "parallel__backend": "nccl"}, "parallel.backend", "run.device = cpu"),
         ({"optim__nesterov": True, "optim__name": "adamw"}, "optim.nesterov", "adamw"),
         ({"optim__nesterov": True, "optim__momentum": 0.0}, "optim.nesterov", "momentum 0"),
-        ({"data__crop_scale": (0.5, 0.4)}, "data.crop_scale", "above the greatest"),
+        ({"data__crop_scale": (0.5, 0.4)}, "data.crop_scale", "above the maximum"),
         ({"data__crop_scale": (0.5, 1.0), "data__augment": "shift"}, "data.crop_scale", "shift"),
         ({"optim__milestones": (1.0,)}, "optim.milestones", "cosine"),
         ({"optim__args": ("k:1",)}, "optim.args", "optim.name = sgd"),

@@ -183,7 +183,7 @@ def test_timms_models_are_created_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "timm", timm)
     assert create_model("timm/convnext_tiny", 5).out_features == 5
     assert create_model("timm/convnext_tiny", 5, pretrained=False).out_features == 5
-    with pytest.raises(UserError, match=r"pretrained = True: a model is built without weights") as caught:
+    with pytest.raises(UserError, match=r"pretrained = True: models are built without weights") as caught:
         create_model("timm/convnext_tiny", 5, pretrained=True)
     assert "model.weights" in caught.value.fix
     with pytest.raises(UserError, match="timm/convnext_tinny") as caught:
@@ -261,7 +261,7 @@ def test_errors_from_a_users_factory_are_not_hidden(own_module: str) -> None:
     [
         ("no_such_package.nets:make", "there is no module no_such_package", "PYTHONPATH"),
         ("users_nets:our", "users_nets has nothing called our", "did you mean ours"),
-        ("users_nets:number", "cannot be called under number", "define number"),
+        ("users_nets:number", "has number, which is not callable", "define number"),
         ("users_nets:no_model", "returned str, not a torch.nn.Module", "return the model"),
         ("users_nets:greedy", r"signature is \(classes, width\)", "default"),
         ("users_nets:nothing", r"signature is \(\)", "num_classes"),

@@ -75,8 +75,8 @@ def test_a_run_that_stopped_early_says_so_when_it_is_resumed_and_trains_on_with_
     shutil.copytree(folder / "runs/whole", folder / "runs/resumed")
     done = drumline("resume", "runs/resumed", folder=folder)
     again = result(done)
-    assert f"not training on: {found['stopped_early']}" in done.stderr
-    assert "To train on: drumline resume runs/resumed train.patience=0" in done.stderr
+    assert f"already finished: {found['stopped_early']}" in done.stderr
+    assert "To train longer: drumline resume runs/resumed train.patience=0" in done.stderr
     assert {name: again[name] for name in ("step", "loss", "top1", "stopped_early", "best_value")} == {
         name: found[name] for name in ("step", "loss", "top1", "stopped_early", "best_value")
     }
@@ -89,7 +89,7 @@ def test_another_metric_starts_to_count_anew(stopped: tuple[Path, dict[str, Any]
     folder, found = stopped
     shutil.copytree(folder / "runs/whole", folder / "runs/other")
     done = drumline("resume", "runs/other", "checkpoint.best=top1", "train.epochs=4", folder=folder)
-    assert "checkpoint.best: loss -> top1: the evaluations so far do not count as best" in done.stderr
+    assert "checkpoint.best: loss -> top1: earlier evaluations no longer count as best" in done.stderr
     later = result(done)
     assert later["best_metric"] == "top1"
     assert later["best_epoch"] * 29 > found["step"]

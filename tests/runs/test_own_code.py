@@ -109,7 +109,11 @@ def test_a_dry_run_finds_the_mistakes_in_own_code_at_once(folder: Path) -> None:
     mistakes = ("data.transform=own_code:nosy", "train.loss=own_code:averaged", "optim.name=own_code:Hidden")
     done = drumline("train", *TINY, *mistakes, "--dry-run", folder=folder)
     assert done.returncode == 2
-    for words in ("has nothing called nosy", "returned a tensor of shape ()", "keeps calls in attributes"):
+    for words in (
+        "has nothing called nosy",
+        "returned a tensor of shape ()",
+        "keeps calls in its attributes",
+    ):
         assert words in done.stderr
     assert "Traceback" not in done.stderr
     (folder / "recipe.toml").write_text('[train]\nloss = "own_code:averaged"\n')

@@ -89,12 +89,12 @@ def test_a_missing_file_is_named_with_its_place(caches: Path) -> None:
     checkpoints.mkdir(parents=True)
     (checkpoints / "resnet50-0676ba61.pth").touch()
     with pytest.raises(
-        UserError, match=r"resnet50-11ad3fa6.pth is missing, and cannot be downloaded"
+        UserError, match=r"resnet50-11ad3fa6.pth is missing and cannot be downloaded"
     ) as caught:
         pretrained_file("torchvision:resnet50")
     assert str(checkpoints) in caught.value.what
-    assert "/resnet50-11ad3fa6.pth where there is a network" in caught.value.fix
-    assert "torchvision:resnet50.IMAGENET1K_V1 is there" in caught.value.fix
+    assert "/resnet50-11ad3fa6.pth on a machine with a network" in caught.value.fix
+    assert "torchvision:resnet50.IMAGENET1K_V1 is already in that folder" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_weights_of_timm_in_the_cache_bring_their_images(caches: Path) -> None:
     assert record.interpolation == "bicubic"
     assert pretrained_file("timm:resnet18.a1_in1k") == file
     (file.parent / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not a configuration of timm"):
+    with pytest.raises(UserError, match="not a timm configuration"):
         pretrained_record("timm:resnet18.a1_in1k")
 
 

@@ -63,7 +63,7 @@ def test_trained_weights_get_a_lower_rate_and_fewer_epochs(name: str) -> None:
 
 
 def test_an_own_optimizer_needs_a_rate() -> None:
-    with pytest.raises(UserError, match=r"optim.lr = auto: nothing is known .* torch.optim:NAdam"):
+    with pytest.raises(UserError, match=r"optim.lr = auto: there is no default rate .* torch.optim:NAdam"):
         settle(Recipe(optim=Optim(name="torch.optim:NAdam")), 504)
 
 
@@ -122,4 +122,4 @@ def test_a_run_that_ends_at_chance_says_so(tmp_path: Path) -> None:
         train=Train(epochs=2, eval_every=0),
     )
     train(recipe, single_process(torch.device("cpu")))
-    assert "WARNING: the model has not learned" in (tmp_path / "one/log.txt").read_text()
+    assert "WARNING: the model is not learning" in (tmp_path / "one/log.txt").read_text()

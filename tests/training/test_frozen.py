@@ -126,5 +126,5 @@ def test_a_norm_that_a_model_freezes_by_requires_grad_alone_is_found(tmp_path: P
     ) as found:
         run("one", "train.freeze=")
     assert "'layer1.1'" in found.value.what
-    assert "name them in train.freeze" in found.value.fix
+    assert "add the layers to train.freeze" in found.value.fix
     run("two", "train.freeze=layer1")

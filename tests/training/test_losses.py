@@ -1,4 +1,4 @@
-"""The loss of the labels: one number per sample, the user's own checked before the first step."""
+"""The loss on the labels: one number per sample, the user's own checked before the first step."""
 
 from __future__ import annotations
 

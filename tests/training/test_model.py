@@ -65,11 +65,11 @@ def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_name_that_contradicts_the_record_is_an_error_with_both(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model.name = resnet50, but .* are weights of resnet8"):
+    with pytest.raises(UserError, match=r"model.name = resnet50, but .* holds weights of resnet8"):
         resolved(weights(tmp_path), "resnet50")
     path = weights(tmp_path, replace(RECORD, model="resnet18"))
     assert "model.name" not in resolved(path, "torchvision/resnet18")
-    with pytest.raises(UserError, match=r"are weights of resnet18"):
+    with pytest.raises(UserError, match=r"holds weights of resnet18"):
         resolved(path, "cifar/resnet18")
 
 
@@ -84,7 +84,7 @@ def test_code_that_a_record_names_is_not_chosen(tmp_path: Path) -> None:
 def test_weights_without_a_record_are_of_the_one_model_that_they_fit(tmp_path: Path) -> None:
     assert resolved(weights(tmp_path, None)) == {"model.name": "cifar/resnet8"}
     torch.save({"a.weight": torch.zeros(2, 2), "b": torch.zeros(2)}, tmp_path / "odd.pth")
-    with pytest.raises(UserError, match="do not say which model they belong to, and fit no built-in model"):
+    with pytest.raises(UserError, match="does not name its model and fits no built-in model"):
         resolved(str(tmp_path / "odd.pth"))
 
 
@@ -97,7 +97,7 @@ def test_published_weights_decide_them_too() -> None:
 def test_other_images_than_the_weights_own_are_a_warning(tmp_path: Path) -> None:
     recipe = Recipe(model=Model(name="resnet8", weights=weights(tmp_path)), data=Data(size=16, exif="apply"))
     _, messages = initial_model(recipe, CLASSES, single_process(torch.device("cpu")))
-    assert messages[-1].startswith("WARNING: images are prepared in a different way from the weights' own:")
+    assert messages[-1].startswith("WARNING: images are prepared differently from those of the weights:")
     assert "data.size: 24 -> 16" in messages[-1]
     assert "exif" not in messages[-1]
 

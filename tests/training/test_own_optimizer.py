@@ -143,23 +143,23 @@ def test_scaled_gradients_are_unscaled() -> None:
 @pytest.mark.parametrize(
     ("name", "words", "fix"),
     [
-        ("tests.own_code:Hidden", "keeps calls in attributes of its own", "optimizer.state[parameter]"),
+        ("tests.own_code:Hidden", "keeps calls in its attributes", "optimizer.state[parameter]"),
         ("tests.own_code:Listing", "keeps history, a list,", "optimizer.state[parameter]"),
         (
             "tests.own_code:Ahead",
-            "keeps the state of another optimizer inside it",
+            "keeps the state of a second optimizer",
             "optimizer.state[parameter]",
         ),
-        ("tests.own_code:Forgetful", "do not hold the parameters", "pass all parameters on"),
+        ("tests.own_code:Forgetful", "are not those that it was given", "pass on all parameters"),
         (
             "tests.own_code:no_optimizer",
             "returned a int, not a torch.optim.Optimizer",
             "the optimizer itself",
         ),
-        ("tests.own_code:without_decay", "takes no weight_decay", "optim.weight_decay=0"),
+        ("tests.own_code:without_decay", "does not take weight_decay", "optim.weight_decay=0"),
         ("tests.own_code:Countin", "has nothing called Countin", "did you mean Counting?"),
         ("tests.nowhere:Adam", "there is no module tests.nowhere", "PYTHONPATH"),
-        ("torch.optim:LBFGS", "takes no weight_decay", "optim.weight_decay=0"),
+        ("torch.optim:LBFGS", "does not take weight_decay", "optim.weight_decay=0"),
         (
             "torch.optim:Muon",
             "raised ValueError: Muon only supports 2D",
@@ -189,7 +189,7 @@ def test_unknown_arguments_are_rejected_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Late", "keeps late, which was not there"), ("Drifting", "keeps numbers of its parameter")],
+    [("Late", "keeps late, which did not exist"), ("Drifting", "keeps numbers of its parameter")],
 )
 def test_state_that_appears_later_ends_the_run(name: str, words: str) -> None:
     module = model()

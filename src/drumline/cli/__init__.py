@@ -30,7 +30,7 @@ commands:
   runs     list runs and how they differ
   eval     score a run or weights
   predict  classify images with a trained model
-  export   write a model for other programs, verified
+  export   export a verified model for other programs
   pack     pack a data set into a few large files
   verify   check a run or a data set for damage
   compare  report whether two runs have the same bits

@@ -46,18 +46,18 @@ def show(invocation: Invocation[RecipeOptions], command: Literal["train", "disti
 
 
 def _resolved(invocation: Invocation[RecipeOptions], command: str) -> Invocation[RecipeOptions]:
-    """With the fields that the weights decide."""
+    """The invocation with the fields that the weights decide."""
     from drumline.training.model import resolve_model
 
     recipe = invocation.recipe
     decided = resolve_model(recipe, images=command != "eval")
-    origin = f"of {recipe.model.weights}" if recipe.model.weights else "the default model"
+    origin = f"from {recipe.model.weights}" if recipe.model.weights else "the default model"
     origins = {**invocation.origins, **dict.fromkeys(decided, origin)}
     return replace(invocation, recipe=with_values(recipe, decided), origins=origins)
 
 
 def _what_would_happen(run: _DryRun, command: str, errors: list[UserError]) -> list[str]:
-    """Lines about each check. Adds to the errors that were found before."""
+    """The lines of each check. Appends to `errors`."""
     checks = {
         "train": (run.data, run.best_metric, run.own_code, run.model, run.processes, run.folder),
         "distill": (
@@ -146,7 +146,7 @@ class _DryRun:
         return []
 
     def own_code(self) -> list[str]:
-        """The user's own functions besides data, model and teacher."""
+        """The user's own code besides data, model and teacher."""
         import torch
 
         from drumline.data.feed.own_transform import load_transform

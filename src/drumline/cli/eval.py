@@ -32,9 +32,10 @@ class Options(RecipeOptions):
     """The options of `drumline eval`."""
 
     per_class: bool = False
-    """Show each class: samples, correct, accuracy, and what it is most often taken for. Of many, the worst."""
+    """Show each class: samples, correct, accuracy, and the class that it is most often confused with. Of many
+    classes, only the worst."""
     predictions: str = ""
-    """Write a CSV file with a row for each sample: its path, label, prediction, probability, and whether it is
+    """Write a CSV file with a row for each sample: path, label, prediction, probability, and whether it is
     correct."""
     confusion: str = ""
     """Write the confusion matrix as a CSV file: a row for each label, a column for each prediction."""
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> int:
 
 
 def report_options(options: Options) -> dict[str, Any]:
-    """The options of the job. Rejects a file that cannot be written: before the work, not after."""
+    """The options of the job. Rejects a file that cannot be written before any work is done."""
     files = {"predictions": options.predictions, "confusion": options.confusion}
     for name, file in files.items():
         if file:
@@ -163,7 +164,7 @@ def read_invocation(argv: list[str]) -> Invocation[Options]:
 
 
 def _path_first(argv: list[str]) -> list[str]:
-    """The arguments with the options of `eval` that precede the path moved behind it."""
+    """The arguments, with options that precede the path moved behind it."""
     known, first = fields_of(Options), 0
     while first < len(argv) and argv[first].startswith("--"):
         name, equals, _ = argv[first].removeprefix("--").partition("=")
@@ -187,8 +188,8 @@ def _settings(path: Path) -> list[str]:
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a weights file")
     if exported_format(path):
         raise UserError(
-            f"{path} is an exported file, which eval does not score",
-            "score the run that it is from; `drumline export` reports the accuracy of both",
+            f"{path} is an exported file, which eval cannot score",
+            "score the run that it was exported from; `drumline export` reports the accuracy of both",
         )
     run = run_of(path)
     record = weights_record(resolve_weights(path))
@@ -203,8 +204,8 @@ def _settings(path: Path) -> list[str]:
 
 
 def _without_the_runs_division(path: Path, invocation: Invocation[Options]) -> Invocation[Options]:
-    """For other data, drops what belongs to the run's own: its labels, and how it divides them. What the command line
-    sets stays."""
+    """For data other than the run's own, drops the run's label file and division. Fields that the command line sets
+    stay."""
     from drumline.config.toml import load_recipe
     from drumline.state.folder import run_of
 

@@ -1,4 +1,4 @@
-"""`drumline export`: a trained model as a file for other programs, verified against the original."""
+"""`drumline export`: writes a trained model to a file for other programs, verified against the original."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ class Options:
     model: str
     """A run folder, a checkpoint, or weights that Drumline wrote."""
     format: Literal["auto", "pt2", "onnx", "aoti", "torchscript", "safetensors"] = "auto"
-    """The format to write. `auto`: by the extension of `--out`, where .pt2 means pt2."""
+    """Format of the file. `auto`: by the extension of `--out`, where .pt2 means pt2."""
     out: str = ""
-    """The file to write. Default: the name of the run, in the current folder. An existing file is replaced once the
-    new one is verified."""
+    """File to write. Default: the name of the run, in the current folder. An existing file is replaced once the new
+    one is verified."""
     raw: bool = False
-    """Take float, normalised images (batch, 3, size, size) and give logits, instead of pixels and probabilities."""
+    """Export a program that takes normalised float images (batch, 3, size, size) and returns logits, instead of
+    pixels and probabilities."""
     weights: Literal["auto", "model", "average"] = "auto"
-    """`auto`: what `drumline predict` uses, a run's best weights, averaged if train.ema is on. `model`, `average`:
-    the trained or the averaged weights of the newest checkpoint."""
+    """`auto`: a run's best weights, as for `drumline predict` (averaged weights if train.ema is on). `model`,
+    `average`: the trained or the averaged weights of the newest checkpoint."""
     how: Literal["trace", "script"] = "trace"
-    """For torchscript: record one pass, or compile the source, which keeps branches."""
+    """For torchscript: `trace` records one pass, and `script` compiles the source, which keeps branches."""
     images: tuple[str, ...] = ()
     """Verify on these images: files, folders or .tar archives, instead of the run's evaluation images."""
     samples: Annotated[int | Literal["all"], Range(1, 1 << 30)] = 512
-    """Verify on so many images, evenly spaced over the split, or on `all`."""
+    """Verify on this many images, evenly spaced over the split, or on `all`."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to verify and time the file. pt2 and aoti files run on this device only, the others on both."""
     trust: bool = False
@@ -55,24 +56,24 @@ COMMAND = Command(
     name="export",
     usage="MODEL --format FORMAT [--out FILE] [options]",
     about="""
-        Write a trained model as a file for other programs. MODEL is a run folder (its best
-        weights), a checkpoint, or weights that Drumline exported. FORMAT is one of
+        Write a trained model to a file for other programs. MODEL is a run folder (its best
+        weights), a checkpoint, or weights that Drumline wrote. FORMAT is one of
           onnx         ONNX Runtime, in any language
           pt2          torch.export: PyTorch, without the code of the model
           aoti         AOTInductor: compiled for this CPU or GPU, for C++ and Python
           torchscript  older C++ programs and mobile; deprecated by PyTorch
           safetensors  weights only, with their record
 
-        The file takes uint8 pixels (batch, size, size, 3), RGB, for any batch, and gives
-        probabilities: normalisation and softmax are inside. Decoding and resizing are not; the
-        record in the file's metadata says how (size, crop, filter), and has the class names.
-        `drumline predict FILE` follows it.
+        The file takes uint8 pixels (batch, size, size, 3), RGB, in batches of any size, and
+        returns probabilities. Normalisation and softmax are part of it; decoding and resizing
+        are not. The record in the file's metadata has the class names and the preprocessing
+        (size, crop, filter). `drumline predict FILE` applies it.
 
-        Every file is verified before it gets its name: it is loaded back, and compared with
-        the model on the run's evaluation images, from the image files on, in batches of
-        several sizes. Pixels must be equal, no image may change its class, and logits may
-        differ by rounding only. If a file fails, the error names the cause where it can, and
-        nothing is written.
+        Every file is verified before it gets its name: it is loaded back and compared with the
+        model on the run's evaluation images, starting with decoding, in batches of several
+        sizes. Pixels must be equal, no image may change its class, and logits may differ by
+        rounding only. If a file fails, nothing is written, and the error names the cause if it
+        is known.
 
         If stdout is not a terminal, the report is one line of JSON.
 
@@ -117,13 +118,13 @@ def main(argv: list[str]) -> int:
 
 
 def _format(options: Options) -> AnyFormat:
-    """The format that is asked for, by name or by the extension of `--out`."""
+    """The requested format, by name or by the extension of `--out`."""
     if options.format != "auto":
         return options.format
     ending = Path(options.out).suffix
     if ending not in FORMATS:
         raise UserError(
-            f"export needs a format{f', and {ending!r} names none' if options.out else ''}",
+            f"export needs a format{f', and {ending!r} is not the extension of one' if options.out else ''}",
             "add --format onnx, pt2, aoti, torchscript or safetensors",
         )
     return FORMATS[ending]
@@ -159,21 +160,21 @@ def report_text(model: str, report: dict[str, Any]) -> str:
         )
     lines = [f"  {name:<24}{one:>16}{two:>16}  {three}".rstrip() for name, one, two, three in rows]
     batches = ", ".join(map(str, report["batches"]))
-    lines.append(f"  pixels: equal; batches of {batches}: alike{_OTHER_SIZES[report['other_size']]}")
+    lines.append(f"  pixels: equal; batches of {batches}: consistent{_OTHER_SIZES[report['other_size']]}")
     lines += [f"  note: {each}" for each in _notes(report)]
     size = report["bytes"] / 1e6
     where = " on the GPU" if report["device"] == "cuda" else ""
     head = f"verified{where} on {report['images']:,} {printable(report['of'])}"
-    verdict = f"OK: {printable(report['file'])} ({size:.1f} MB) answers like {printable(model)}"
+    verdict = f"OK: {printable(report['file'])} ({size:.1f} MB) matches {printable(model)}"
     return "\n".join([head, *lines, verdict])
 
 
 _OTHER_SIZES = {
     "": "",
-    "rejected": "; images of another size: rejected",
-    "works": "; images of another size: work too",
-    "differs": "; images of another size: wrong answers, so give it no others",
-    "unchecked": "; images of another size: not checked by this format, so give it no others",
+    "rejected": "; other image sizes: rejected",
+    "works": "; other image sizes: supported",
+    "differs": "; other image sizes: wrong results, so do not use them",
+    "unchecked": "; other image sizes: not checked by this format, so do not use them",
 }
 
 
@@ -186,7 +187,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
             f"{report['undecided']:,} images change between two classes that the model finds equally likely"
         )
     if report.get("constants"):
-        notes.append(f"the trace holds constants of shapes: {', '.join(report['constants'])}")
+        notes.append(f"the trace made constants from shapes in {', '.join(report['constants'])}")
     if report["format"] == "torchscript":
         notes.append("PyTorch has deprecated TorchScript; use pt2, onnx or aoti for new programs")
     return notes

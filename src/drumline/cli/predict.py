@@ -32,7 +32,7 @@ class Options:
     """The arguments of `drumline predict`."""
 
     model: str
-    """A run folder, a checkpoint, weights that Drumline wrote, or a file of `drumline export`."""
+    """A run folder, a checkpoint, weights that Drumline wrote, or a file that `drumline export` wrote."""
     images: tuple[str, ...]
     """Image files, folders, .tar archives, or - for an image on stdin."""
     top: Annotated[int, Range(1, 1000)] = 1
@@ -48,7 +48,7 @@ class Options:
     """Device to compute on. `auto`: CUDA if there is a GPU; for an exported file, the device of its export."""
     trust: bool = False
     """Run the code that builds the model, if it is your own (package.module:factory), and load exported programs
-    (pt2, aoti, torchscript), which can run code too."""
+    (pt2, aoti, torchscript), which can also run code."""
 
 
 COMMAND = Command(
@@ -127,7 +127,7 @@ def _load(options: Options) -> Classifier:
 
 @contextmanager
 def trust_by_option() -> Iterator[None]:
-    """An error about code that is not trusted names the option, not the argument of the function."""
+    """Makes errors about untrusted code name the option instead of the function's argument."""
     try:
         yield
     except UserError as error:

@@ -1,8 +1,8 @@
-"""`--repeat N`: runs a recipe with N seeds, one run after the other, and prints how much the result varies.
+"""`--repeat N`: trains a recipe with N seeds, one run after the other, and prints how much the results vary.
 
-Promises: the run with seed S is `NAME-seedS` and has the bits that the recipe with `run.seed=S` has on its own. The
-same command continues after a stop or a kill: it repeats no finished run, and resumes an interrupted one. Different
-settings under the same name are rejected, so the runs of a summary differ in nothing but the seed.
+Promises: the run with seed S is `NAME-seedS` and has the same bits as a separate run with `run.seed=S`. After a stop
+or a kill, the same command continues: it skips finished runs and resumes an interrupted one. Different settings under
+the same name are rejected, so the runs of a summary differ only in the seed.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class RepeatOptions(RecipeOptions):
     """The options of a command that trains."""
 
     repeat: Annotated[int, Range(1, 1000)] = 1
-    """Train with this many seeds, from run.seed on, as runs NAME-seedS, and print the mean and the standard deviation
-    of their results. The same command continues where it was stopped."""
+    """Train with this many seeds, starting at run.seed, as runs NAME-seedS, and print the mean and the standard
+    deviation of their results. Repeat the command to continue after an interruption."""
 
 
 def recipes(recipe: Recipe, count: int) -> list[Recipe]:
-    """The recipe of each run. Rejects what cannot be repeated."""
+    """The recipe of each run. Rejects recipes that cannot be repeated."""
     if count == 1:
         return [recipe]
     run, parallel = recipe.run, recipe.parallel
     if read_rank_info(os.environ) is not None or parallel.nodes > 1:
         raise UserError(
-            f"--repeat {count}: works on one machine, started without torchrun or Slurm's srun",
-            "give one command for each seed: run.seed=0 run.name=NAME-seed0, and so on",
+            f"--repeat {count}: works only on one machine and without torchrun or Slurm's srun",
+            "run one command for each seed: run.seed=0 run.name=NAME-seed0, and so on",
         )
     if recipe.checkpoint.resume not in ("never", "auto"):
         raise UserError(
-            f"--repeat {count}: every run starts at its own seed, not at checkpoint.resume = "
+            f"--repeat {count}: every run starts from its own seed, not from checkpoint.resume = "
             f"{recipe.checkpoint.resume}",
-            "remove checkpoint.resume; to start from trained weights, give model.weights",
+            "remove checkpoint.resume; to start from trained weights, set model.weights",
         )
     from drumline.training.model import resolve_model
 
@@ -101,7 +101,7 @@ def repeat(runs: Sequence[Recipe], job: str) -> int:
     for number, (recipe, folder) in enumerate(zip(runs, folders, strict=True), 1):
         what = f"run {number} of {len(runs)}: seed {recipe.run.seed}, {folder}"
         if summarize(folder).state == "finished":
-            say(f"{what}, has finished before")
+            say(f"{what}, is already finished")
             continue
         say(what)
         try:
@@ -109,12 +109,12 @@ def repeat(runs: Sequence[Recipe], job: str) -> int:
             result = start(replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume)), job)
         except BaseException:
             _report(folders[: number - 1])
-            say(f"seed {recipe.run.seed} did not finish; the same command continues with it")
+            say(f"seed {recipe.run.seed} did not finish; repeat the command to continue with it")
             raise
-        gc.collect()  # its model and graphs, before the next run allocates its own
+        gc.collect()  # frees its model and graphs before the next run allocates its own
         if not result["finished"]:
             _report(folders[: number - 1])
-            say(f"stopped at seed {recipe.run.seed}; the same command continues with it")
+            say(f"stopped at seed {recipe.run.seed}; repeat the command to continue with it")
             print_result(_result(folders[:number], finished=False))
             return 128 + signal.Signals[result["stopped_by"]]
     _report(folders)
@@ -123,7 +123,7 @@ def repeat(runs: Sequence[Recipe], job: str) -> int:
 
 
 def _check_settings(recipe: Recipe, folders: Sequence[Path]) -> None:
-    """Records the settings beside the run folders, or compares them with those of an earlier command."""
+    """Records the settings next to the run folders, or compares them with those of an earlier command."""
     from drumline.state.folder import found_of_run, repeatable
     from drumline.state.provenance import changed_settings
 
@@ -137,13 +137,13 @@ def _check_settings(recipe: Recipe, folders: Sequence[Path]) -> None:
             raise UserError(f"{file}: the earlier runs have different settings: {'; '.join(changes)}", fix)
         return
     if taken := [folder for folder in folders if found_of_run(folder)]:
-        raise UserError(f"{taken[0]} holds a run that --repeat did not start", "choose another run.name")
+        raise UserError(f"{taken[0]} contains a run that --repeat did not start", "choose another run.name")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, settings)
 
 
 def _report(folders: Sequence[Path]) -> None:
-    """Prints the runs so far, and how their results vary."""
+    """Prints the runs so far, and how much their results vary."""
     from drumline.cli.runs import repeat_lines, table
     from drumline.observe.runs import differences, summarize
 

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         if name == "repeat":
             raise UserError(
                 f"{argument}: resume continues one run",
-                "remove it; to continue with the other seeds, give the `drumline train ... --repeat` command again",
+                "remove it; to continue with the other seeds, repeat the `drumline train ... --repeat` command",
             )
         if name in ("run.name", "run.dir", "checkpoint.resume"):
             raise UserError(

@@ -32,12 +32,12 @@ COMMAND = Command(
     name="runs",
     usage="[FOLDER ...]",
     about="""
-        List runs with what they reached and how they differ, in the order of their start.
+        List runs with their results and how they differ, in the order of their start.
         FOLDER contains run folders, or is one; the default is `runs`. `settings` has the
         fields of the recipe that are not the same in all listed runs. `best` is the best
-        evaluation by the run's own metric (checkpoint.best). For finished runs that differ only
-        in run.seed (`drumline train --repeat 5`) or in data.fold (a cross-validation), the mean
-        and the standard deviation follow.
+        evaluation by the run's own metric (checkpoint.best). Finished runs that differ only in
+        run.seed (`drumline train --repeat 5`) or in data.fold (a cross-validation) are
+        summarised below the table with mean and standard deviation.
 
         A run is running, finished, stopped (it has saved and can be resumed), failed (its
         log.txt says why) or killed (`drumline resume RUN` resumes it).
@@ -94,7 +94,7 @@ def table(runs: Sequence[RunSummary], varied: Sequence[Mapping[str, Any]], width
 
 
 def repeat_lines(runs: Sequence[RunSummary], field: str = "run.seed") -> list[str]:
-    """How the results of runs that differ in this field vary: at the end, and in the best evaluation."""
+    """How much the results of runs that differ in this field vary, at the end and in the best evaluation."""
     metric, ended = runs[0].best_metric, [run for run in runs if run.state == "finished"]
     lines = []
     for what, values, text in (
@@ -155,7 +155,7 @@ def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _best(run: RunSummary) -> str:
-    """The value of the run's metric in its best evaluation, and the epoch; the metric too unless it is top-1."""
+    """The best value of the run's metric and its epoch; with the name of the metric unless it is top-1."""
     if run.best_value is None or run.best_epoch is None:
         return "-"
     value = _text_of(run.best_metric)(run.best_value)
@@ -164,7 +164,7 @@ def _best(run: RunSummary) -> str:
 
 
 def _text_of(metric: str) -> Callable[[float], str]:
-    """How values of a metric are written. A metric of a task, such as agreement, is a fraction."""
+    """The format of a metric's values. A metric of a task, such as agreement, is a fraction."""
     return next((each.text for each in METRICS if each.name == metric), "{:.2%}".format)
 
 

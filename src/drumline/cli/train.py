@@ -35,7 +35,7 @@ COMMAND = Command(
     options=RepeatOptions,
     examples="""
   drumline train data.path=photos model.name=resnet50
-  drumline train data.path=photos --repeat 5   five seeds: mean and deviation
+  drumline train data.path=photos --repeat 5   five seeds: mean and spread
   drumline train data.path=photos finetune=torchvision:resnet50
   drumline train recipe.toml optim.lr=0.2 --train.compile
   drumline train --optim.name adamw --optim.betas 0.9 0.99 optim.lr=1e-3

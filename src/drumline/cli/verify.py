@@ -35,7 +35,7 @@ class Options:
     holdout: Fraction = 0.0
     """Divide data without an evaluation split as data.holdout does, and compare the two parts. Data sets only."""
     folds: Annotated[int, Range(2, 1000, or_zero=True)] = 0
-    """The same for the folds of data.folds. Data sets only."""
+    """The same with the folds of data.folds. Data sets only."""
     fold: Annotated[int, Range(0)] = 0
     """As data.fold. Data sets only."""
     split_seed: Annotated[int, Range(0, 2**63 - 1)] = 0
@@ -95,7 +95,7 @@ def is_dataset(path: Path) -> bool:
     from drumline.data.sources.webdataset import is_pattern
     from drumline.state.checkpoint import checkpoints, is_checkpoint
 
-    # A packed set has a manifest, as checkpoints do.
+    # A packed set has a manifest, too, like a checkpoint.
     if path.is_file() or is_pattern(str(path)) or looks_packed(path):
         return True
     # A distillation that was stopped in its initial phase has no checkpoints of its own yet.
@@ -114,7 +114,7 @@ def _verify_dataset(path: Path, options: Options) -> int:
     workers = None if options.workers == "auto" else options.workers
     if (options.holdout and options.folds) or options.fold >= max(options.folds, 1):
         raise UserError(
-            f"--holdout {options.holdout:g}, --folds {options.folds}, --fold {options.fold} do not fit together",
+            f"--holdout {options.holdout:g}, --folds {options.folds} and --fold {options.fold} cannot be combined",
             "give --holdout, or --folds N with a --fold below N",
         )
     divided = DatasetSpec(

@@ -4,7 +4,7 @@ A command declares its options as a dataclass, as the recipe declares its fields
 docstring. `read_options` reads them; a field without a default is a positional argument, and a tuple takes all that
 are left. `read_recipe` reads the commands that run a recipe, `[RECIPE.toml] [section.key=value ...]
 [--section.key value ...] [--options]`: the command line overrides the file, the last of a repeated field counts, and
-every field of the result has an origin. `finetune=WEIGHTS` stands for model.weights and the fields of `FINETUNE`.
+every field of the result has an origin. `finetune=WEIGHTS` sets model.weights and the fields of `FINETUNE`.
 
 Unknown names, wrong values, arguments without a name, a second file and everything that `rules.py` rejects are
 errors. All errors of a command line are reported at once, each with a fix. A recipe file cannot run code that the
@@ -102,8 +102,8 @@ def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Opti
 
 
 def _as_option(text: str, options: Mapping[str, Field]) -> str:
-    """`data.labels=FILE`, as the commands that run a recipe take it, for `--labels=FILE`; and the plain path for
-    `data.path=DATA`."""
+    """Translates recipe fields to options: `data.labels=FILE` to `--labels=FILE`, and `data.path=DATA` to the plain
+    path."""
     name, equals, value = text.removeprefix("--").partition("=")
     section, _, key = name.partition(".")
     if section != "data" or not equals:
@@ -120,7 +120,7 @@ def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invoc
         if wrong := known[option.name].check(option.value):
             line.errors.append(UserError(f"{option.written}: {wrong.what}", wrong.fix))
     if start is not None and "model.weights" in line.settings:
-        what = f"finetune={start} and {line.settings['model.weights'].written} both name weights"
+        what = f"finetune={start} and {line.settings['model.weights'].written} both set weights"
         line.errors.append(UserError(what, "give one of them"))
     if line.errors:
         raise combined(line.errors)
@@ -167,7 +167,7 @@ def describe(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 EVALUATED = ("data.source", "model.name")
 CODE_FIELDS = (*EVALUATED, "data.transform", "optim.name", "train.loss", "distill.teacher")
-"""The fields that may name the user's own code: those that evaluation runs, and the others."""
+"""The fields that may name the user's own code: those whose code an evaluation runs, and the others."""
 
 
 def named_code(recipe: Recipe, fields: Sequence[str] = CODE_FIELDS) -> dict[str, tuple[str, ...]]:

@@ -1,7 +1,7 @@
-"""`finetune=WEIGHTS`: the argument of a command line that stands for the fields of a usual fine-tuning run.
+"""`finetune=WEIGHTS`: a command-line argument that sets the fields of a typical fine-tuning run.
 
-Promises: it becomes plain fields, so the saved recipe repeats the run without it. What the recipe file or the command
-line sets itself stays.
+Promises: it becomes plain fields, so the saved recipe repeats the run without it. Fields that the recipe file or the
+command line sets keep their values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from drumline.core.errors import UserError
 
 FINETUNE: Mapping[str, Any] = MappingProxyType({"optim.head_lr": 10.0})
-"""What `finetune=WEIGHTS` sets besides `model.weights`, unless the file or the command line does."""
+"""The fields that `finetune=WEIGHTS` sets besides `model.weights`, unless the file or the command line does."""
 
 
 def without_finetune(argv: Sequence[str]) -> tuple[list[str], str | None]:

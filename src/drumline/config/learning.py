@@ -1,4 +1,4 @@
-"""The sections of a recipe that decide what is learned: data, model, optimizer and training."""
+"""The sections of a recipe that affect what is learned: data, model, optimizer and training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     SettledFloat = float
 else:
     PrecisionName = Literal["auto", *PRECISIONS]
-    # `training/defaults.py` replaces `auto` once the data is open. What follows sees a number.
+    # `training/defaults.py` replaces `auto` once the data is open. Later code sees a number.
     SettledInt = AutoInt
     SettledFloat = AutoFloat
 
@@ -48,11 +48,11 @@ class Data:
     folders alone together with `holdout`."""
     labels: Annotated[str, PerMachine(path=True)] = ""
     """File with the labels of the images: .csv, .tsv or .parquet with the columns `path`, `label` and, unless
-    `holdout` or `folds` divides the data, `split` (train, val or test). Its paths start from `data.path`, or from its
-    own folder if that is empty. Empty: folders are the labels."""
+    `holdout` or `folds` divides the data, `split` (train, val or test). Its paths are relative to `data.path`, or to
+    the file's own folder if `data.path` is empty. Empty: folder names are the labels."""
     batch: Annotated[SettledInt, Range(1, example=64)] = AUTO
-    """Global batch: samples per optimizer step, over all processes and accumulation steps together. `auto`: 16 to 128
-    by the number of training samples, for about 20 steps per epoch or more."""
+    """Global batch: samples per optimizer step, over all processes and accumulation steps together. `auto`: 16 to
+    128, depending on the number of training samples, for at least about 20 steps per epoch."""
     size: Annotated[AutoInt, Range(1)] = "auto"
     """Side of the square image that the model gets. `auto`: the stored size for arrays, 224 for image files."""
     workers: Annotated[AutoInt, Range(0), PerMachine()] = "auto"
@@ -68,15 +68,15 @@ class Data:
     flip (usual for CIFAR). `crop-flip`: random resized crop with a random flip (usual for ImageNet). `auto`: depends
     on the source."""
     hflip: Annotated[AutoFloat, Range(0, 1)] = "auto"
-    """Probability of a horizontal flip. `auto`: 0.5 for `shift-flip` and `crop-flip`, otherwise 0. Set 0 for digits,
-    text, and whatever else means something different when mirrored."""
+    """Probability of a horizontal flip. `auto`: 0.5 for `shift-flip` and `crop-flip`, otherwise 0. Set it to 0 for
+    digits, text, and other images that change their meaning when mirrored."""
     vflip: Annotated[float, Range(0, 1)] = 0.0
     """Probability of a vertical flip."""
     rotation: Annotated[float, Range(0, 180)] = 0.0
-    """Rotate by a random angle of at most this many degrees either way, around the centre, with nearest neighbour on
-    black. 0: off."""
+    """Maximum random rotation around the centre, in degrees in either direction, with nearest-neighbour sampling and
+    black corners. 0: off."""
     crop_scale: Annotated[tuple[float, float], Range(above=0, most=1)] = (0.08, 1.0)
-    """Least and greatest area of the crop of `crop-flip`, as fractions of the image's area."""
+    """Minimum and maximum area of the crops of `crop-flip`, as fractions of the image's area."""
     jitter: Annotated[
         tuple[float, ...],
         Values(
@@ -92,9 +92,10 @@ class Data:
     erasing: Annotated[float, Range(0, 1)] = 0.0
     """Probability that a rectangle of a sample is replaced by the mean colour."""
     transform: Annotated[str, Names((), "function")] = ""
-    """Your own augmentation of training images, besides the others, as `package.module:function`. Called as
-    `function(image, rng)` after crop and horizontal flip, before the other pixel operations: a uint8 array (height,
-    width, channels) and a NumPy generator for this sample and epoch. Returns an array of the same shape and type."""
+    """Your own augmentation of training images, in addition to the others, as `package.module:function`. Called as
+    `function(image, rng)` after crop and horizontal flip, and before the other pixel operations, with a uint8 array
+    (height, width, channels) and a NumPy generator for this sample and epoch. Returns an array of the same shape and
+    type."""
     mixup: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
     """Alpha of mixup's Beta distribution. 0: off."""
     cutmix: Annotated[float, Range(0.001, 8, or_zero=True)] = 0.0
@@ -103,16 +104,17 @@ class Data:
     """Fraction of the training samples to set aside for evaluation if the data has no evaluation split, the same
     fraction of each class. The choice depends on a sample's position and on `split_seed`, not on `run.seed`."""
     folds: Annotated[int, Range(2, 1000, or_zero=True)] = 0
-    """Folds of a cross-validation, for data without an evaluation split: each class is divided as evenly as possible.
-    Fold number `fold` is for evaluation and the others train. 0: off."""
+    """Number of folds of a cross-validation, for data without an evaluation split. Each class is divided as evenly as
+    possible. Fold number `fold` is for evaluation, the others for training. 0: off."""
     fold: Annotated[int, Range(0)] = 0
-    """Which of the `folds` is for evaluation, from 0."""
+    """Number of the fold for evaluation, from 0 to `folds` - 1."""
     split_seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Which of the possible divisions `holdout` and `folds` make."""
+    """Seed of the division by `holdout` or `folds`."""
     balance: Literal["none", "sqrt", "balanced"] = "none"
     """How often an epoch draws each class. `none`: each sample once. `balanced`: all classes equally often. `sqrt`:
-    in proportion to the square root of their samples, halfway between the two. The epoch keeps its length: samples of
-    small classes come several times, with different augmentation, and those of large ones take turns over epochs."""
+    in proportion to the square root of the number of samples, between the two. The length of an epoch does not
+    change: it repeats samples of small classes, with different augmentation, and leaves out some of large ones, in
+    turns."""
     eval_crop: Annotated[float, Range(above=0, most=1)] = 0.875
     """Evaluation of image files: side of the centre crop as a fraction of the resized short side."""
     resize: Literal["pillow12", "pillow13"] = "pillow12"
@@ -147,13 +149,13 @@ class Model:
     your own `package.module:factory`, which is called as `factory(classes=N)`. `auto`: the model of `weights`;
     without weights, resnet18."""
     args: Annotated[tuple[str, ...], MODEL_ARGUMENTS] = ()
-    """Arguments of the model's factory besides the number of classes, as `drop_rate:0.1,drop_path_rate:0.05`. Stored
-    with the weights."""
+    """Arguments of the model's factory besides the number of classes, such as `drop_rate:0.1,drop_path_rate:0.05`.
+    Stored with the weights."""
     weights: Annotated[str, PerMachine(path=True)] = ""
-    """What to start from: a run folder, a checkpoint, a weights file (.safetensors, .pt, .pth, .pth.tar, .bin), or
-    published weights of a library, as `torchvision:resnet50` or `timm:resnet50.a1_in1k`. Weights that say how their
-    images were prepared also set `data.size`, `mean`, `std`, `interpolation`, `eval_crop`, `resize` and `exif`, where
-    these have their defaults."""
+    """Weights to start from: a run folder, a checkpoint, a weights file (.safetensors, .pt, .pth, .pth.tar, .bin), or
+    published weights of a library, such as `torchvision:resnet50` or `timm:resnet50.a1_in1k`. If the weights record
+    their preprocessing, they also set `data.size`, `mean`, `std`, `interpolation`, `eval_crop`, `resize` and `exif`,
+    unless you set these."""
     classes: Annotated[AutoInt, Range(2)] = "auto"
     """Outputs of the classifier. `auto`: the number of classes in the data."""
 
@@ -163,21 +165,21 @@ class Optim:
     """The optimizer and the learning rate."""
 
     name: Annotated[str, Names(("sgd", "adamw", "lars", "lamb"))] = "sgd"
-    """Optimizer. Or your own as `package.module:factory`, such as `torch.optim:NAdam`, called as
+    """Optimizer, or your own as `package.module:factory`, such as `torch.optim:NAdam`, which is called as
     `factory(groups, lr=..., weight_decay=..., **args)`."""
     args: Annotated[tuple[str, ...], OPTIMIZER_ARGUMENTS] = ()
-    """Arguments of your own optimizer, as `momentum_decay:0.004,decoupled_weight_decay:true`."""
+    """Arguments of your own optimizer, such as `momentum_decay:0.004,decoupled_weight_decay:true`."""
     # Above 3e38 the rate does not fit into a float32 tensor.
     lr: Annotated[SettledFloat, Range(0, 1e6, example=0.1)] = AUTO
-    """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`. `auto`: by optimizer and batch; for sgd
-    0.1 at a batch of 128, and a tenth of it if the run starts from `model.weights`. Your own optimizer needs a
+    """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`. `auto`: depends on optimizer and batch,
+    for sgd 0.1 at a batch of 128; a tenth of that if the run starts from `model.weights`. Your own optimizer needs a
     number."""
     head_lr: Annotated[float, Range(0, 1e6)] = 1.0
-    """Factor on the learning rate for the classifier, the model's last linear layer. 10 is usual for a new classifier
+    """Factor on the learning rate of the classifier, the model's last linear layer. 10 is usual for a new classifier
     on trained weights."""
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Factor on the learning rate from each block of the model to the one before it: the classifier learns at the
-    full rate, the first layers at the lowest. 0.65 to 0.9 is usual for fine-tuning a transformer. 1: off."""
+    """Factor on the learning rate from each block of the model to the preceding one: the classifier learns at the
+    full rate, and the first layers at the lowest. 0.65 to 0.9 is usual for fine-tuning a transformer. 1: off."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply `lr` by (global batch / `reference_batch`), or by its square root."""
     reference_batch: Annotated[int, Range(1)] = 256
@@ -217,7 +219,7 @@ class Train:
 
     epochs: Annotated[SettledFloat, Range(0, example=10.0)] = AUTO
     """Passes over the training data. Ignored if `steps` is set. `auto`: 30 to 80 from scratch, 5 to 20 if the run
-    starts from `model.weights`; the more, the fewer training samples there are."""
+    starts from `model.weights`; more for fewer training samples."""
     steps: Annotated[int, Range(0)] = 0
     """Total optimizer steps. 0: `epochs` decides."""
     precision: PrecisionName = "auto"
@@ -226,19 +228,19 @@ class Train:
     accumulate: Annotated[int, Range(1)] = 1
     """Micro-batches into which each process splits its slice of the global batch."""
     loss: Annotated[str, Names(("cross_entropy", "bce"), "function")] = "cross_entropy"
-    """Loss of the labels. `bce`: binary cross-entropy of each class, averaged over the classes. Or your own as
-    `package.module:function`, called as `loss(logits, labels)`, which returns one loss per sample; a class is
+    """Loss on the labels. `bce`: binary cross-entropy of each class, averaged over the classes. Or your own as
+    `package.module:function`, which is called as `loss(logits, labels)` and returns one loss per sample; a class is
     constructed once."""
     label_smoothing: Fraction = 0.0
     """Fraction of the target that is spread over all classes."""
     class_weights: Annotated[tuple[str, ...], ClassWeights()] = ()
     """Weights of the classes in the training loss. `balanced`: in inverse proportion to how often a class is drawn.
-    Or by name, `cat:2,dog:0.5`; a class that is not named has 1. They are scaled so that the mean over the drawn
-    samples is 1, which keeps the learning rate comparable. Empty: none."""
+    Or by name, such as `cat:2,dog:0.5`; other classes have 1. Weights are scaled to a mean of 1 over the drawn
+    samples, which keeps the learning rate comparable. Empty: none."""
     freeze: tuple[str, ...] = ()
-    """Modules of the model that are not trained, as `conv1,bn1,layer1`. `stem`: everything before the first block.
-    `backbone`: everything but the classifier. A frozen BatchNorm stays in evaluation mode, so its statistics do not
-    move either."""
+    """Modules of the model to freeze, such as `conv1,bn1,layer1`. `stem`: everything before the first block.
+    `backbone`: everything but the classifier. A frozen BatchNorm layer stays in evaluation mode, so its running
+    statistics do not change either."""
     unfreeze_epoch: Annotated[float, Range(0)] = 0.0
     """Epoch at which the frozen modules start to train, counted from 0: 2 freezes them for two epochs. 0: never."""
     ema: Fraction = 0.0
@@ -258,7 +260,7 @@ class Train:
     eval_every: Annotated[float, Range(0)] = 1.0
     """Epochs between evaluations. The end of the run is always evaluated. 0: only the end."""
     patience: Annotated[int, Range(0)] = 0
-    """Evaluations without improvement after which to stop early. `checkpoint.best` names the metric. 0: never. The
-    schedule does not become shorter: a cosine that stops early has not reached its low rates."""
+    """Consecutive evaluations without improvement in `checkpoint.best` after which the run stops early. 0: never. The
+    schedule does not become shorter: a cosine schedule that stops early does not reach its low rates."""
     log_every: Annotated[int, Range(1)] = 50
     """Steps between lines of metrics.jsonl."""

@@ -35,7 +35,7 @@ class Range:
     hint: str = ""
     """Added to the fix."""
     example: float | None = None
-    """For an error, where the default is `auto`."""
+    """For error messages, if the default is `auto`."""
 
     def check(self, value: Any) -> Wrong | None:
         wrong = (self._check(each) for each in (value if isinstance(value, tuple) else (value,)))
@@ -110,7 +110,7 @@ class ClassWeights:
     def check(self, value: tuple[str, ...]) -> Wrong | None:
         if value in ((), ("none",), ("balanced",)):
             return None
-        fix = "give none, balanced, or NAME:WEIGHT,NAME:WEIGHT,... such as cat:2,dog:0.5"
+        fix = "give none, balanced, or NAME:WEIGHT,NAME:WEIGHT,..., such as cat:2,dog:0.5"
         for text in value:
             name, _, number = text.rpartition(":")
             try:
@@ -118,7 +118,7 @@ class ClassWeights:
             except ValueError:
                 sound = False
             if not sound:
-                return Wrong(f"{text!r} is not a class and a weight of 0 or more", fix)
+                return Wrong(f"{text!r} is not a class with a weight of at least 0", fix)
         if len(named_weights(value)) < len(value):
             return Wrong("names a class twice", "give each class one weight")
         return None
@@ -128,14 +128,14 @@ class ClassWeights:
 
 
 def named_weights(value: tuple[str, ...]) -> dict[str, float]:
-    """The weights by name in a checked list of NAME:WEIGHT."""
+    """The weights by class name, from a checked list of NAME:WEIGHT."""
     parts = [text.rpartition(":") for text in value]
     return {name: float(number) for name, _, number in parts}
 
 
 @dataclass(frozen=True)
 class Names:
-    """One of these names, or the user's own code as `package.module:thing`. `details` says what the names mean."""
+    """One of these names, or the user's own code as `package.module:thing`. `details` explains the names."""
 
     names: tuple[str, ...]
     thing: str = "factory"
@@ -163,8 +163,8 @@ class Names:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A list of keyword arguments, each `key:value`. `fields` names the recipe fields of some that cannot be among
-    them."""
+    """A list of keyword arguments, each `key:value`. `fields`: arguments that are not allowed because they have a
+    recipe field."""
 
     fields: Mapping[str, str]
     example = ("key:value",)
@@ -175,10 +175,10 @@ class Arguments:
             key, sign, given = _key_and_value(text)
             if not (sign and key.isidentifier() and given):
                 return Wrong(
-                    f"{text!r} is not an argument", "write key:value, several as key:value,key:value"
+                    f"{text!r} is not an argument", "write key:value, or several as key:value,key:value"
                 )
             if key in self.fields:
-                return Wrong(f"{key} has a field of its own", f"set {self.fields[key]} instead")
+                return Wrong(f"{key} has its own recipe field", f"set {self.fields[key]} instead")
             if key in seen:
                 return Wrong(f"{key} is given twice", "give each argument once")
             seen.add(key)
@@ -202,7 +202,7 @@ def keyword_arguments(texts: Iterable[str]) -> dict[str, bool | int | float | st
     found: dict[str, bool | int | float | str | None] = {}
     for key, _, text in map(_key_and_value, texts):
         found[key] = words.get(text.lower(), text)
-        for kind in (float, int):  # the last that can be read
+        for kind in (float, int):  # int takes precedence
             with suppress(ValueError):
                 found[key] = kind(text)
     return found

@@ -184,8 +184,8 @@ class Checkpoint:
     keep: Annotated[int, Range(1)] = 3
     """Newest checkpoints to keep, in addition to the best one."""
     best: str = "top1"
-    """Metric that decides which checkpoint is the best. `top1`, `top5`, `loss`, or with a teacher `agreement`. The
-    best checkpoint is kept and exported as `weights/best.safetensors`; `train.patience` waits for a better one."""
+    """Metric that decides which checkpoint is the best: `top1`, `top5`, `loss`, or with a teacher `agreement`. The
+    best checkpoint is kept and exported as `weights/best.safetensors`. `train.patience` uses this metric, too."""
     sharded: bool = False
     """With layout fsdp, each process writes its own shards. Faster for large models. Every process must see the run
     folder. Such a checkpoint can be used like any other."""

@@ -106,32 +106,36 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.unfreeze_epoch",
             "nothing is frozen",
-            "name the modules to freeze until then, as train.freeze=backbone",
+            "name the modules to freeze until then, such as train.freeze=backbone",
         )
     if data.source != "auto" and source_named(data.source).needs_path and not data.path:
         yield Problem("data.path", f"data.source = {data.source} needs a path", "give its folder or file")
     if data.labels and data.source not in ("auto", "labels"):
         yield Problem(
-            "data.labels", f"data.source = {data.source} has labels of its own", "remove one of the two"
+            "data.labels", f"data.source = {data.source} has its own labels", "remove one of the two"
         )
     if data.folds and data.holdout:
         yield Problem(
-            "data.folds", f"data.holdout = {data.holdout:g} divides the data too", "remove one of them"
+            "data.folds", f"data.holdout = {data.holdout:g} divides the data, too", "remove one of the two"
         )
     if data.fold >= max(data.folds, 1):
         what = (
-            f"data.folds = {data.folds} has folds from 0 to {data.folds - 1}"
+            f"data.folds = {data.folds} numbers its folds from 0 to {data.folds - 1}"
             if data.folds
             else "data.folds is 0"
         )
-        yield Problem("data.fold", what, "give a smaller one" if data.folds else "set data.folds, such as 5")
+        yield Problem(
+            "data.fold", what, "give a smaller number" if data.folds else "set data.folds, such as 5"
+        )
     # The short side before the evaluation's crop has to be within the limit too.
     if data.size != "auto" and data.size > (most := int(MAX_SIDE * data.eval_crop)):
         yield Problem("data.size", "too large", f"give at most {most}")
     if list(optim.milestones) != sorted(set(optim.milestones)):
         yield Problem("optim.milestones", "not in rising order", "list the epochs in rising order, each once")
     if data.crop_scale[0] > data.crop_scale[1]:
-        yield Problem("data.crop_scale", "the least area is above the greatest", "give the smaller one first")
+        yield Problem(
+            "data.crop_scale", "the minimum area is above the maximum", "give the smaller one first"
+        )
     if data.crop_scale != Data.crop_scale and data.augment not in ("auto", "crop-flip"):
         yield Problem(
             "data.crop_scale",
@@ -179,7 +183,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     if train.label_smoothing and names_code(train.loss):
         yield Problem(
             "train.label_smoothing",
-            f"train.loss = {train.loss} is your own loss, which gets plain labels",
+            f"train.loss = {train.loss} is your own loss, which gets labels without smoothing",
             "smooth the labels in your loss, or use train.loss=cross_entropy or bce",
         )
     yield from _own_optimizer(recipe)
@@ -188,8 +192,8 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     if recipe.distill.cache and data.balance != "none":
         yield Problem(
             "distill.cache",
-            f"has one output for each sample and epoch, but with data.balance = {data.balance} a sample comes "
-            "several times in an epoch, each time with different augmentation",
+            f"has one output for each sample and epoch, but data.balance = {data.balance} repeats samples within an "
+            "epoch, with different augmentation",
             "remove distill.cache, or set data.balance to none",
         )
     if train.class_weights == ("balanced",) and data.balance == "balanced":
@@ -219,13 +223,13 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _own_optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """What cannot be combined with the user's own optimizer, and what only that has."""
+    """Fields that do not work with the user's own optimizer, and those that work only with it."""
     optim, layout = recipe.optim, recipe.parallel.layout
     if not names_code(optim.name):
         if optim.args:
             yield Problem(
                 "optim.args",
-                f"only your own optimizer takes arguments, and optim.name = {optim.name}",
+                f"only your own optimizer takes arguments, but optim.name = {optim.name}",
                 "set the fields of [optim] instead (momentum, betas, eps, ...)",
             )
         return
@@ -233,14 +237,14 @@ def _own_optimizer(recipe: Recipe) -> Iterator[Problem]:
         if getattr(optim, key) != getattr(Optim, key):
             yield Problem(
                 f"optim.{key}",
-                f"only built-in optimizers read it, and optim.name = {optim.name}",
-                f"remove it, and give the optimizer its own arguments: optim.args={key}:...",
+                f"only built-in optimizers use it, but optim.name = {optim.name}",
+                f"remove it, and set the optimizer's own argument: optim.args={key}:...",
             )
     if layout_named(layout).shards_state:
         yield Problem(
             "optim.name",
-            f"your own optimizer would see shards of the parameters as if they were whole, with parallel.layout = "
-            f"{layout}",
+            f"with parallel.layout = {layout}, your own optimizer would treat shards of parameters as whole "
+            "parameters",
             "use ddp or pipeline, or a built-in optimizer",
         )
 

@@ -27,7 +27,7 @@ class Source:
     augment: Literal["none", "shift", "shift-flip"] = "shift"
     """What `data.augment` = auto means for arrays. Image files get crop-flip."""
     class_folders: bool = False
-    """Whether the data names its classes, as folders do: names are compared even if they are numbers."""
+    """Whether the data names its classes, as folders do. Then names are compared even if they are numbers."""
 
 
 _ARRAYS, _CIFAR = "drumline.data.sources.arrays", "drumline.data.sources.cifar"
@@ -40,7 +40,7 @@ SOURCES: dict[str, Source] = {
     ),
     "labels": Source(
         "drumline.data.sources.labels:open_labels",
-        "a label file (.csv, .tsv, .parquet), or the folder that the paths in `labels` start from",
+        "a label file (.csv, .tsv, .parquet), or the folder that the paths in `labels` are relative to",
         detect="drumline.data.sources.labels:is_labels",
         needs_path=False,
         may_hold_out=True,
@@ -116,11 +116,11 @@ def names_code(name: str) -> bool:
 
 
 INSTALLED = ("torch.optim", "torch.nn", "torch.nn.functional")
-"""Modules of torch that only define optimizers, layers and losses."""
+"""Modules of torch that only define optimizers, layers and losses, so they need no trust."""
 
 
 def needs_trust(name: str) -> bool:
-    """Whether a name is code that a recipe from elsewhere may not run unasked."""
+    """Whether a name is code that a recipe from elsewhere may run only with permission."""
     return names_code(name) and name.partition(":")[0] not in INSTALLED
 
 

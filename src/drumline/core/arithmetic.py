@@ -63,8 +63,8 @@ def leave_no_trace(
 
 @contextmanager
 def undone_if(found: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restores dense tensors of one type and device on exit if `found` is above 0, without waiting for the device. In
-    one tensor: a kernel for each would take longer than a step."""
+    """Restores dense tensors of one type and device on exit if `found` is above 0, without waiting for the device.
+    Copies them into one tensor, because a kernel for each would take longer than a step."""
     flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     before = torch.cat(flat)
     yield

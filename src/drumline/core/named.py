@@ -1,7 +1,7 @@
 """The user's own code, named as `package.module:thing`: imported when it is needed, and called as documented.
 
-Promises: every mistake is a `UserError` that begins with the name and says what to change: no such module, a module
-that fails to import, nothing of that name, a function that cannot be called with the documented arguments.
+Promises: every mistake is a `UserError` that begins with the name and says what to change: a missing module, a module
+that fails to import, a missing attribute, or a function that cannot be called with the documented arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drumline.core.text import did_you_mean
 
 def load_named(name: str, what: str, called: str, field: str = "") -> Callable[..., Any]:
     """The function, class or other callable that `package.module:thing` names. `what` begins the messages, `called`
-    is how it is called, such as `(classes)`, and `field` is the recipe field, if it is not `what`."""
+    is the signature of the call, such as `(classes)`, and `field` is the recipe field if it is not `what`."""
     module_name, _, attribute = name.partition(":")
     if "/" in module_name or module_name.endswith(".py"):
         file = Path(module_name)
@@ -49,9 +49,11 @@ def load_named(name: str, what: str, called: str, field: str = "") -> Callable[.
     found = getattr(module, attribute, None)
     if not callable(found):
         callables = [known for known, value in vars(module).items() if callable(value)]
-        problem = "nothing called" if found is None else "something that cannot be called under"
+        problem = (
+            f"has nothing called {attribute}" if found is None else f"has {attribute}, which is not callable"
+        )
         raise UserError(
-            f"{what} {name}: {module_name} has {problem} {attribute}",
+            f"{what} {name}: {module_name} {problem}",
             fix=did_you_mean(attribute, callables, f"define {attribute}{called} in {module_name}"),
         )
     return found
@@ -79,7 +81,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 def instance(
     found: Callable[..., Any], title: str, arguments: Mapping[str, Any], called: str
 ) -> Callable[..., Any]:
-    """The object to call: a class is constructed once, with those of the arguments that it takes. `title` names it in
+    """The object to call. A class is constructed once, with those of `arguments` that it takes. `title` names it in
     messages."""
     if not isinstance(found, type):
         return found

@@ -53,7 +53,7 @@ BAD = (
     "damaged",
     "bomb",
     "unsupported",
-    "missing",  # rows of a label file: all of these keep a run from starting
+    "missing",  # rows of a label file: any of these prevents a run from starting
     "ambiguous",
     "no-path",
     "no-label",

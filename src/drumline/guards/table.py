@@ -185,9 +185,8 @@ GUARDS = {
         Guard(
             "frozen",
             "A parameter with `requires_grad=False` that the optimizer still changes (momentum or weight decay with "
-            "an old gradient). Warns about one that something else changes, and about frozen BatchNorm layers whose "
-            "running statistics still move because they are in train mode. A copy that follows trained weights "
-            "may move.",
+            "an old gradient). Warns if something else changes it, and about frozen BatchNorm layers in train mode, "
+            "whose running statistics still change. A copy that follows trained weights may change.",
             stops=True,
         ),
         Guard("train-mode", "The model evaluated in train mode."),

@@ -1,7 +1,7 @@
-"""What every model ready to predict has: class names, preprocessing, and predictions for images.
+"""The base class of models that are ready to predict: class names, preprocessing, and predictions for images.
 
-Promises: an image becomes exactly the pixels that evaluation gives the model, wherever the image comes from. What
-computes the probabilities, a PyTorch module or an exported file, is up to the subclass.
+Promises: an image becomes exactly the pixels that the model sees in an evaluation, wherever the image comes from. The
+subclass decides what computes the probabilities: a PyTorch module or an exported file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Prediction:
     label: str
     probability: float
     index: int
-    """The model's output that stands for the class."""
+    """The index of the class in the model's outputs."""
 
 
 @dataclass(frozen=True)
 class Classifier(ABC):
-    """A model with what it takes to use it."""
+    """A model with its class names and its preprocessing."""
 
     record: ModelRecord
 
@@ -81,7 +81,7 @@ class Classifier(ABC):
         ]
 
     def label(self, index: int) -> str:
-        """The class of an output; its number if the data had fewer classes than the model has outputs."""
+        """The class name of an output; its index if the data had fewer classes than the model has outputs."""
         return self.classes[index] if index < len(self.classes) else str(index)
 
     def probabilities(self, images: Sequence[Picture]) -> Tensor:
@@ -101,8 +101,8 @@ class Classifier(ABC):
         return [self.pixels(image) for image in images]
 
     def pixels(self, image: Picture, name: str = "the image") -> NDArray[np.uint8]:
-        """An image as evaluation shows it to the model, before it is normalised: (size, size, 3). `name` is what an
-        error calls an image that is not a file."""
+        """An image as the model sees it in an evaluation, before normalisation: (size, size, 3). `name` stands for an
+        image that is not a file in error messages."""
         transform = self.transform
 
         def geometry(sizes: NDArray[np.int32]) -> Geometry:
@@ -122,7 +122,7 @@ class Classifier(ABC):
 
     @property
     def transform(self) -> Transform:
-        """How evaluation transforms images, as the data path describes it."""
+        """The transform of an evaluation."""
         record = self.record
         return Transform(
             size=record.size,

@@ -39,7 +39,7 @@ class TrainedModel(Classifier):
         return logits.float().softmax(dim=1)
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """The model's input for pixels of its size."""
+        """The model's input for preprocessed pixels."""
         normalise = Normalise.build(self.record.mean, self.record.std, self.device, channels_last=False)
         return normalise(pixels.to(self.device))
 
@@ -60,10 +60,9 @@ def load_model(
 
     Args:
         path: A run folder (its best weights), a checkpoint, weights, or a file that `drumline export` wrote.
-        device: Where the model computes. By default on the CPU, and an exported file on the device for which it was
-            exported.
-        trust: Allows what can run code: a model that the user's own code builds (`module:function`), and an exported
-            program (pt2, aoti, torchscript).
+        device: Where the model computes. Default: the CPU; for an exported file, the device that it was exported for.
+        trust: Allows files that can run code: a model that the user's own code builds (`module:function`), and
+            exported programs (pt2, aoti, torchscript).
 
     Returns:
         The model in eval mode, with its class names and its image preprocessing.

@@ -39,7 +39,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def run(argv: Sequence[str], recipe: Recipe, job: str, options: Mapping[str, Any] = NO_OPTIONS) -> int:
-    """Runs a job and returns the exit code. `argv` is the command line that does the same in another process;
+    """Runs a job and returns the exit code. `argv` is the command line that does the same in a different process;
     `options` are those of the job, by name."""
     with without_garbage_collection():
         info, processes = resolve_processes(recipe)

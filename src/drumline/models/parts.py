@@ -1,8 +1,8 @@
 """The parts of a model that training treats differently: its classifier, its blocks by depth, its frozen modules.
 
-Promises: a name means a module, never the beginning of a name, so `layer1` does not freeze `layer10`. A frozen
-parameter needs no gradient, and a frozen layer with running statistics stays in evaluation mode, whatever `train()`
-is called on. Rejects names that the model does not have, and suggests the nearest ones.
+Promises: a name means a whole module name, not a prefix, so `layer1` does not freeze `layer10`. A frozen parameter
+needs no gradient, and a frozen layer with running statistics stays in evaluation mode, whatever module `train()` is
+called on. Rejects names that the model does not have, and suggests similar ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEM = "stem"
 
 
 def head_name(model: nn.Module) -> str:
-    """The dotted name of the classifier: in models that are not built in, of the last linear layer. Empty: none."""
+    """The dotted name of the classifier; in models that are not built in, the last linear layer. Empty: none."""
     if isinstance(model, VisionModel):
         return model.head_name
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -33,7 +33,7 @@ def head_name(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What is not trained, by the model's names."""
+    """The frozen parameters and layers, by the model's names."""
 
     parameters: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> Frozen:
 
 
 def find_frozen(model: nn.Module, names: Sequence[str]) -> Frozen:
-    """The parameters and layers that these names stand for."""
+    """The parameters and layers in the modules of these names."""
     modules = dict.fromkeys(each for name in names for each in _modules_of(model, name))
     owned = {id(each) for module in modules for each in module.parameters(recurse=False)}
     layers = {id(module) for module in modules if _has_statistics(module)}
@@ -63,7 +63,7 @@ def find_frozen(model: nn.Module, names: Sequence[str]) -> Frozen:
 
 
 def hold_in_eval(layer: nn.Module) -> None:
-    """Puts a layer into evaluation mode for good: `train()` changes the mode of its children only."""
+    """Keeps a layer in evaluation mode: afterwards, `train()` changes only the mode of its children."""
     layer.train = partial(_stay_in_eval, layer)  # type: ignore[method-assign]
     layer.eval()
 
@@ -81,8 +81,8 @@ def _stay_in_eval(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def rate_factors(model: nn.Module, head: float, decay: float) -> dict[str, float]:
-    """The factor on the learning rate of each parameter: `decay` for each block that follows, times `head` for the
-    classifier. Parameters before the first block count as one block more; those after the last one as none."""
+    """The factor on the learning rate of each parameter: `decay` for each later block, times `head` for the
+    classifier. Parameters before the first block count as one more block; those after the last one count as none."""
     depths = _depths(model) if decay != 1 else {}
     deepest = max(depths.values(), default=0)
     classifier = head_name(model)
@@ -104,7 +104,7 @@ def _depths(model: nn.Module) -> dict[str, int]:
     if not numbers:
         raise UserError(
             f"optim.layer_decay: {type(model).__name__} has no repeated blocks, so its layers have no depth",
-            "remove it, or give a model of your own a method blocks() that lists them in order",
+            "remove it, or add a method blocks() to your own model that lists its blocks in order",
         )
     block_of = {
         id(each): number
@@ -121,7 +121,7 @@ def _depths(model: nn.Module) -> dict[str, int]:
 
 
 def _modules_of(model: nn.Module, name: str) -> Iterable[nn.Module]:
-    """The modules that a name of `train.freeze` stands for, with those inside."""
+    """The modules that a name in `train.freeze` stands for, including those inside them."""
     found = dict(model.named_modules(remove_duplicate=False)).get(name) if name else None
     if found is not None:
         return found.modules()
@@ -156,7 +156,7 @@ def _stem(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether the layer has state that a forward in training mode may move, such as BatchNorm's."""
+    """Whether the layer has state that a forward pass in train mode may change, such as BatchNorm's."""
     return any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
 
 

@@ -159,17 +159,17 @@ def _installed(package: str) -> bool:
 
 
 def _reject_weights(arguments: Mapping[str, Any]) -> None:
-    """Rejects arguments that would load weights, which the recipe does not know of."""
+    """Rejects arguments that would load weights that the recipe does not record."""
     for key in ("pretrained", "weights"):
         if arguments.get(key):
             raise UserError(
-                f"model.args: {key} = {arguments[key]}: a model is built without weights",
+                f"model.args: {key} = {arguments[key]}: models are built without weights",
                 "download the weights, and set model.weights to their file",
             )
 
 
 def _built(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Calls a factory with arguments that it may reject. Without any, its errors are not about them."""
+    """Calls a factory with arguments that it may reject. Without arguments, errors pass through unchanged."""
     if not arguments:
         return build()
     known = signature_of(build)
@@ -200,7 +200,7 @@ def _torchvision(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Mo
 
 
 _NO_WEIGHTS = ("pretrained", "weights")
-"""Arguments that `_reject_weights` lets through only if they ask for no weights."""
+"""Arguments that `_reject_weights` accepts only if they request no weights."""
 
 
 def _timm(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:

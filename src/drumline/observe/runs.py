@@ -42,14 +42,14 @@ class RunSummary:
     step: int = 0
     epoch: float = 0.0
     top1: float | None = None
-    """Of the last evaluation, as `loss` is: of the averaged weights, if there are any."""
+    """Top-1 of the last evaluation, like `loss`: of the averaged weights if there are any."""
     loss: float | None = None
     best_metric: str = "top1"
     """The recipe's `checkpoint.best`."""
     best_value: float | None = None
     """The value of that metric in the best evaluation: of the averaged weights, if there are any."""
     best_top1: float | None = None
-    """The same, if the metric is top1."""
+    """`best_value` if the metric is top1."""
     best_epoch: float | None = None
     settings: Mapping[str, Any] | None = field(default_factory=dict)
     """Its recipe: dotted names and values. None if recipe.toml is missing or damaged."""
@@ -108,7 +108,7 @@ def _judged(line: Mapping[str, Any], metric: str) -> float | None:
 
 
 def _best(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The evaluation that the run found best. Earlier versions did not record it: the highest top-1."""
+    """The best evaluation of the run. Earlier versions did not record it; then the one with the highest top-1."""
     if any("best" in line for line in scores):
         return next((line for line in reversed(scores) if line.get("best") is True), {})
     return max(scores, key=lambda line: line["top1"], default={})
@@ -132,7 +132,7 @@ def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a number varies over runs."""
+    """The variation of a number over runs."""
 
     mean: float
     std: float
@@ -142,7 +142,7 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """How the values vary; None if there are fewer than two, or one is missing."""
+    """The variation of the values; None if there are fewer than two, or one is missing."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(known) < len(values):
         return None
@@ -150,8 +150,8 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def repeats(runs: Sequence[RunSummary], field: str = "run.seed") -> list[list[RunSummary]]:
-    """The finished runs that differ in nothing but this field, in groups of two or more. Of runs with the same value,
-    the first counts."""
+    """The finished runs that differ only in this field, in groups of two or more. Of runs with the same value, the
+    first counts."""
     groups: dict[str, dict[Any, RunSummary]] = {}
     for run in runs:
         if run.settings and run.state == "finished":

@@ -49,7 +49,7 @@ class Position:
 
 
 _STORED = {"best_value": "best_accuracy"}
-"""The names in the file of fields that format 1 calls differently: at first only accuracy decided."""
+"""Fields that have a different name in format 1, which knew only accuracy."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Pretrained weights of torchvision and timm by name: `torchvision:resnet50`, `timm:resnet50.a1_in1k`.
 
-Promises: a name means one file, whatever else the machine has, and the file's checksum is the one in its name. Files
+Promises: a name means the same file on every machine, and the checksum in a torch.hub file name is verified. Files
 that torch.hub or huggingface_hub have downloaded before are found without a network and, for built-in models and
-files with a config.json, without the library. Only torch.hub and huggingface_hub themselves download. Where that
-fails, the error names the file and where to put it.
+files with a config.json, without the library. Only torch.hub and huggingface_hub themselves download. If that fails,
+the error names the file and where to put it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ assert set(TORCHVISION) == set(IMAGENET)
 
 @dataclass(frozen=True)
 class _Found:
-    """What a name stands for."""
+    """The weights that a name stands for."""
 
     record: ModelRecord
     url: str = ""
@@ -90,7 +90,7 @@ def is_pretrained(text: str) -> bool:
 
 
 def pretrained_record(text: str) -> ModelRecord:
-    """The model of these weights, and how their images are prepared. Reads no weights."""
+    """The model of these weights and their preprocessing. Reads no weights."""
     return _find(text).record
 
 
@@ -103,7 +103,7 @@ def pretrained_file(text: str) -> Path:
 def _find(text: str) -> _Found:
     library, _, name = text.partition(":")
     if not name:
-        raise UserError(f"model.weights = {text}: names no model", f"for example {library}:resnet50")
+        raise UserError(f"model.weights = {text}: names no model", f"give a name, such as {library}:resnet50")
     return _torchvision(text, name) if library == "torchvision" else _timm(text, name)
 
 
@@ -160,7 +160,9 @@ def _timm(text: str, name: str) -> _Found:
         full = f"{known.architecture or name.partition('.')[0]}.{known.tag}" if known.tag else name
         repository = f"{hub}{full}" if hub.endswith("/") else hub
         if not repository and not config.get("url"):
-            raise UserError(f"model.weights = {text}: timm has no weights for it", "give a tag that has some")
+            raise UserError(
+                f"model.weights = {text}: timm has no weights for it", "give a tag that has weights"
+            )
     size = tuple(config.get("input_size") or (3, 224, 224))[-1]
     record = _record(
         f"timm/{name.partition('.')[0]}",
@@ -175,13 +177,13 @@ def _timm(text: str, name: str) -> _Found:
 
 
 def _config(file: Path) -> dict[str, Any] | None:
-    """What timm stores beside its weights; None if there is none."""
+    """The configuration that timm stores next to its weights; None if there is none."""
     try:
         stored = json.loads(read_small(file, 1 << 20))
     except FileNotFoundError:
         return None
     except (ValueError, CorruptError) as error:
-        raise UserError(f"{file}: not a configuration of timm: {error}", "download it again") from error
+        raise UserError(f"{file}: not a timm configuration: {error}", "download it again") from error
     inner = stored.get("pretrained_cfg") if isinstance(stored, dict) else None
     return dict(inner) | {"num_classes": stored.get("num_classes")} if isinstance(inner, dict) else None
 
@@ -212,7 +214,7 @@ def _record(
 def _interpolation(text: str, kind: str) -> str:
     if kind not in CHOICES["interpolation"]:
         raise UserError(
-            f"model.weights = {text}: its images are resized by {kind}, which Drumline does not have",
+            f"model.weights = {text}: its images are resized with {kind}, which Drumline does not support",
             "give the file itself, with model.name and data.interpolation",
         )
     return kind
@@ -232,28 +234,28 @@ def _hub_file(text: str, url: str) -> Path:
         except (OSError, RuntimeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"model.weights = {text}: {file} is missing, and cannot be downloaded ({reason})",
-                f"download {url} where there is a network, and put it there, or give its path as model.weights"
-                + _others(folder, text),
+                f"model.weights = {text}: {file} is missing and cannot be downloaded ({reason})",
+                f"download {url} on a machine with a network, and copy it to that path or give its path as "
+                "model.weights" + _others(folder, text),
             ) from error
     digest = file.stem.rpartition("-")[2]
     if not file_sha256(file)[1].startswith(digest):
         raise UserError(
             f"model.weights = {text}: {file} is damaged: its SHA-256 does not begin with {digest}",
-            "delete it, and give the command again, or copy it again",
+            "delete it and repeat the command, or copy it again",
         )
     return file
 
 
 def _others(folder: Path, text: str) -> str:
-    """Other weights of the same model that are there."""
+    """Other weights of the same model in the folder, for the fix of an error."""
     name = text.partition(":")[2].partition(".")[0]
     there = [
         f"torchvision:{name}.{each.name}"
         for each in TORCHVISION.get(name, ())
         if (folder / each.file).is_file()
     ]
-    return f"; {either(there)} is there" if there else ""
+    return f"; {either(there)} is already in that folder" if there else ""
 
 
 def _hugging_face_file(text: str, repository: str) -> Path:
@@ -264,18 +266,18 @@ def _hugging_face_file(text: str, repository: str) -> Path:
     try:
         hub = import_module("huggingface_hub")
         return Path(hub.hf_hub_download(repository, "model.safetensors"))
-    except Exception as error:  # the library raises errors of its own and of its network stack
+    except Exception as error:  # the library raises its own errors and those of its network stack
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"model.weights = {text}: model.safetensors of {repository} is not in {_hugging_face_cache()}, and "
-            f"cannot be downloaded ({reason})",
-            f"download it from Hugging Face ({repository}) where there is a network, and give its path as "
+            f"model.weights = {text}: model.safetensors of {repository} is not in {_hugging_face_cache()} and cannot "
+            f"be downloaded ({reason})",
+            f"download it from Hugging Face ({repository}) on a machine with a network, and give its path as "
             "model.weights, with model.name",
         ) from error
 
 
 def _snapshot(repository: str) -> Path | None:
-    """The weights of a repository in Hugging Face's cache, of its main revision if that is known."""
+    """The weights of a repository in Hugging Face's cache, in its main revision if that is known."""
     folder = _hugging_face_cache() / f"models--{repository.replace('/', '--')}"
     main = folder / "refs" / "main"
     revision = main.read_text().strip() if main.is_file() else ""
@@ -293,7 +295,7 @@ def _hugging_face_cache() -> Path:
 
 
 def _library(package: str, module: str, text: str, name: str, known: Any) -> Any:
-    """Imports torchvision or timm, which may be missing or not fit the installed torch."""
+    """Imports torchvision or timm, which may be missing or incompatible with the installed torch."""
     try:
         return import_module(module)
     except (ImportError, RuntimeError) as error:

@@ -54,7 +54,7 @@ PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
 COMPARED = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 """Packages whose versions all ranks of a run must share."""
 LIBRARIES = ("torchvision", "timm")
-"""Packages whose versions matter if a recipe names something in them."""
+"""Packages whose versions matter only if a recipe names something in them."""
 IRRELEVANT_TO_BITS = (
     "run.dir",
     "run.name",

@@ -28,7 +28,7 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class WeightFields:
-    """The recipe fields for weights and model, for messages. Calls from Python have none."""
+    """The recipe fields of weights and model, for messages. Calls from Python have none."""
 
     weights: str = "model.weights"
     name: str = "model.name"
@@ -52,7 +52,7 @@ def read_state(file: Path, fields: WeightFields | None) -> State:
             fix=f"use .safetensors, .pth.tar, {either(_PICKLED)}",
         )
     try:
-        # Many training scripts save their arguments, too. A Namespace only holds them.
+        # Many training scripts also save their arguments, in a Namespace, which is harmless.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -92,7 +92,7 @@ def _state_dict(file: Path, content: object) -> State:
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("state_dict", "model", "model_state_dict")
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
-"""A file's moving average, which is read if the file has nothing else."""
+"""A file's moving average, which is used if the file has nothing else."""
 
 
 def _unreadable(file: Path) -> UserError:

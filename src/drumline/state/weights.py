@@ -222,7 +222,7 @@ def _fit(found: State, model: nn.Module) -> _Fit:
 
 
 def _shared_names(record: ModelRecord | None, classes: Classes | None) -> str:
-    """What becomes of classes that weights and data share, where they also have others."""
+    """A note about classes that weights and data share if each also has others."""
     shared = (
         set(record.classes.names) & set(classes.names) if record is not None and classes is not None else ()
     )

@@ -1,7 +1,7 @@
-"""Which evaluation is the best, and whether a run stops early because none since has been better.
+"""Decides which evaluation is the best, and whether a run that no longer improves stops early.
 
-Promises: pure functions of the evaluations so far, as a checkpoint records them, so every rank decides the same, and
-a run that is killed and resumed stops after the same step. A value that is not finite is never the best.
+Promises: pure functions of the evaluations so far, which checkpoints record. Every rank therefore decides the same,
+and a run that is killed and resumed stops after the same step. A value that is not finite is never the best.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drumline.training.metrics import Metric
 
 
 def best_metric(name: str, metrics: Sequence[Metric], classes: int) -> Metric:
-    """The metric that `checkpoint.best` names. Rejects one that this run does not have, or that says nothing about
+    """The metric that `checkpoint.best` names. Rejects one that this run does not have, or that is not meaningful for
     so few classes."""
     metric = next((metric for metric in metrics if metric.name == name), None)
     names = [metric.name for metric in metrics if classes >= metric.min_classes]
@@ -28,7 +28,7 @@ def best_metric(name: str, metrics: Sequence[Metric], classes: int) -> Metric:
         )
     if classes < metric.min_classes:
         raise UserError(
-            f"checkpoint.best = {name!r}: means little for {counted(classes, 'class', 'classes')}",
+            f"checkpoint.best = {name!r}: is not meaningful for {counted(classes, 'class', 'classes')}",
             f"use one of {', '.join(names)}",
         )
     return metric
@@ -42,14 +42,14 @@ def is_better(metric: Metric, value: float, position: Position) -> bool:
 
 
 def after_evaluation(position: Position, value: float, best: bool) -> Position:
-    """The position after an evaluation, which is the best one so far or not."""
+    """The position after an evaluation; `best`: whether that evaluation is the best so far."""
     if best:
         return replace(position, best_step=position.step, best_value=value, evaluations_since_best=0)
     return replace(position, evaluations_since_best=position.evaluations_since_best + 1)
 
 
 def early_stop(position: Position, patience: int, total: int, metric: Metric) -> str:
-    """Why the run stops at a position before its last step; empty if it continues."""
+    """The reason for stopping at a position before the last step; empty if the run continues."""
     if not patience or position.evaluations_since_best < patience or position.step >= total:
         return ""
     since, name = counted(position.evaluations_since_best, "evaluation"), metric.label or metric.name

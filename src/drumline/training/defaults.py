@@ -1,9 +1,9 @@
 """The values that `auto` stands for in the training fields of a recipe: batch, length, learning rate and warm-up.
 
-They depend on the number of training samples, on the optimizer, and on whether the run starts from trained weights;
-never on the machine or the number of processes, so that a recipe means the same training everywhere. What a network
-learns depends on the number of optimizer steps: 500 photographs in batches of 128 give 3 steps per epoch, and ten
-epochs of that teach it nothing. A small set therefore gets smaller batches and more epochs.
+They depend on the number of training samples, on the optimizer, and on whether the run starts from trained weights.
+They do not depend on the machine or the number of processes, so a recipe means the same training everywhere. What a
+network learns depends on the number of optimizer steps: 500 photographs in batches of 128 are 3 steps per epoch, and
+ten epochs of that teach it nothing. A small set therefore gets smaller batches and more epochs.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
 
 STEPS_PER_EPOCH = 20
-"""What `auto` aims at with a small set."""
+"""The target of `auto` for a small set."""
 SMALLEST_BATCH, LARGEST_BATCH = 16, 128
-"""The limits of `auto`. BatchNorm is noisy below, and memory is the user's to spend above."""
+"""The limits of `auto`. BatchNorm is noisy with smaller batches, and only the user knows whether larger ones fit."""
 REFERENCE_BATCH = 256
 RATES = {"sgd": 0.2, "adamw": 1e-3, "lars": 2.0, "lamb": 4e-3}
 """Peak rates for the reference batch, from scratch."""
 LINEAR = ("sgd", "lars")
-"""Optimizers whose rate is proportional to the batch. That of the others is proportional to its square root."""
+"""Optimizers whose rate is proportional to the batch. For the others, it is proportional to the square root."""
 FINE_TUNING = 0.1
 """Factor of the rate for a run that starts from trained weights."""
 WARMUP = 0.05
-"""Share of the epochs."""
+"""Fraction of the epochs."""
 
 
 def settle(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
-    """The recipe with a number for each `auto` of the fields above, and a line that says what was chosen; empty if
-    nothing was."""
+    """The recipe with a number for each `auto` of the fields above, and a line that lists them; empty if there are
+    none."""
     chosen = []
     for name, choose in _CHOICES.items():
         if value_of(recipe, name) == "auto":
@@ -64,11 +64,11 @@ def _epochs(recipe: Recipe, samples: int) -> float:
 
 
 def _rate(recipe: Recipe, samples: int) -> float:
-    """The rate for the batch, to two digits. If the recipe scales the rate itself, that for its reference batch."""
+    """The rate for the batch, to two digits; for the reference batch if the recipe scales the rate itself."""
     optim, batch = recipe.optim, recipe.data.batch
     if optim.name not in RATES:
         raise UserError(
-            f"optim.lr = auto: nothing is known about your own optimizer, optim.name = {optim.name}",
+            f"optim.lr = auto: there is no default rate for your own optimizer, optim.name = {optim.name}",
             "give a learning rate, such as optim.lr=0.001",
         )
     ratio = (batch if optim.lr_scaling == "none" else optim.reference_batch) / REFERENCE_BATCH

@@ -64,7 +64,7 @@ class EvalResult:
     broken_samples: int
     report: Report
     per_class: bool = False
-    """Whether the line of JSON has the classes one by one."""
+    """Whether the line of JSON lists the classes."""
 
     def as_dict(self) -> dict[str, Any]:
         """For the line of JSON. A metric is None if it is not finite; samples without a finite output are wrong."""
@@ -97,7 +97,7 @@ def evaluate(
 ) -> Score:
     """Runs `model` in eval mode over this rank's batches and sums over the world; where the model returns None, a
     different rank has the output. `record` is called with the outputs of each of this rank's batches. `readers`
-    go through the set at the same time. `outputs` maps each label to the model's output, where the model numbers its
+    go through the set at the same time. `outputs` maps each label to the model's output if the model numbers its
     classes differently from the data."""
     was_training = model.training
     model.eval()
@@ -210,7 +210,7 @@ def evaluate_weights(
     )
     labels = sets.eval.labels if outputs is None else outputs.cpu().numpy()[sets.eval.labels]
     predicted, probability = seen.gather(world)
-    # A factory of the user's own may give more outputs than there are classes.
+    # The user's own factory may build more outputs than there are classes.
     every = (*names, *map(str, range(len(names), int(predicted.max()) + 1)))
     report = Report(every, labels, predicted, probability, finite=not score.nonfinite)
     gather_bad_samples(sets.bad, world)
@@ -244,7 +244,7 @@ def evaluate_weights(
 
 
 def _write(report: Report, sets: Sets, predictions: str, confusion: str) -> Iterator[str]:
-    """Writes the files that are asked for; a line for each."""
+    """Writes the requested files; returns a line for each."""
     if predictions:
         watch = partial(progress, text="writing predictions")
         _write_text("--predictions", predictions, predictions_csv(report, sets.eval, sets.bad[1].bad, watch))
@@ -266,8 +266,8 @@ def _write_text(option: str, path: str, text: str) -> None:
 def model_to_score(
     recipe: Recipe, sets: Sets, world: World
 ) -> tuple[nn.Module, tuple[str, ...], torch.Tensor | None, list[str]]:
-    """The recipe's model with its weights, the names of its classes, the output for each of the data's labels
-    (None: of the same number), and messages. Rejects weights of classes that the evaluation set does not have."""
+    """The recipe's model with its weights, the names of its classes, the model's output for each label of the data
+    (None: the same number), and messages. Rejects weights of classes that the evaluation set does not have."""
     file = shared_weights(recipe.model.weights, world)
     record, data = weights_record(file), Classes.of(sets.eval)
     count = record.outputs if record else len(data)
@@ -286,7 +286,7 @@ def model_to_score(
                 record.classes,
                 data,
                 set(np.unique(sets.eval.labels).tolist()),
-                # A shard's numbers are those of the whole data set, of whose classes some shards may lack the last.
+                # The numbers of a shard are those of the whole data set; a shard may lack its last classes.
                 by_number=recipe.model.classes == record.outputs or sets.name == "webdataset",
             )
         except OtherClasses as difference:

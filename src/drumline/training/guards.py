@@ -153,7 +153,7 @@ class RunGuards:
             self._report_own(self._own)
 
     def _report_moved(self, moved: tuple[Key, ...], since: str) -> None:
-        """Reports frozen tensors that have changed. All ranks call it with the same ones."""
+        """Reports frozen tensors that have changed. All ranks call it with the same tensors."""
         module, world = self.run.state.module, self.run.world
         names = [name for _, name in moved]
         led = set().union(*world.all_gather_object(followers(module, names)))
@@ -245,7 +245,7 @@ def foreign_parameters(loop: LoopState, optimizer: torch.optim.Optimizer) -> Fin
 
 
 def frozen_tensors(module: torch.nn.Module) -> frozenset[Key]:
-    """The tensors of a module that must not change while it trains, as fingerprints name them."""
+    """The tensors of a module that must not change during training, by their names in fingerprints."""
     return frozenset(
         [
             *(("parameter", name) for name in frozen_parameters(module)),

@@ -45,8 +45,8 @@ from drumline.training.task import Builder, classification
 def train(recipe: Recipe, world: World, build: Builder = classification) -> TrainResult:
     """Runs the recipe on the task that `build` makes of it. Every rank calls it and gets the same result.
 
-    Where frozen modules start to train, the run is saved and opened again, as if it had been stopped and resumed:
-    the layout, the optimizer and a captured graph are made anew, and a kill next to this step changes nothing."""
+    When frozen modules start to train, the run is saved and opened again, as if it had been stopped and resumed. This
+    rebuilds the layout, the optimizer and a captured graph, and a kill around this step changes nothing."""
     began, stop = time.monotonic(), StopSign(world)
     with ExitStack() as signals:
         while True:
@@ -61,17 +61,17 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Trai
                         run.reporter.failed(error)
                     raise
                 finally:
-                    run.record_broken_samples()  # also if there were too many of them
+                    run.record_broken_samples()  # even if too many of them ended the run
             if result is not None:
                 return result
             name = world.broadcast_object(run.folder.path.name if run.folder is not None else "")
             recipe = restart_recipe(recipe, name, "auto")
             del run
-            gc.collect()  # its model, gradient buckets and graphs
+            gc.collect()  # frees its model, gradient buckets and graphs
 
 
 def _train(run: Run, stop: StopSign, signals: ExitStack, began: float) -> TrainResult | None:
-    """The result; None if the run has to be opened again to go on."""
+    """The result; None if the run has to be opened again to continue."""
     guards = RunGuards(run)
     if run.branched:
         run.begin()  # before the rehearsal: the new folder needs a checkpoint of its own to resume from
@@ -85,12 +85,12 @@ def _train(run: Run, stop: StopSign, signals: ExitStack, began: float) -> TrainR
     run.begin()
     if early:
         command = resume_command(run.recipe, run.folder.path) if run.folder else ""
-        run.log(f"not training on: {early}. To train on: {command} train.patience=0, or a higher number")
+        run.log(f"already finished: {early}. To train longer: {command} train.patience=0, or a higher value")
     position, score = take_steps(run, guards, stop)
     ended = position.step == run.plan.total or bool(run.early_stop(position))
     if position.step == run.last_step and not (ended or stop.stopped_by):
         names = ", ".join(run.recipe.train.freeze)
-        run.log(f"{text_log.STOPPED}after step {position.step:,}, to train {names} from here on")
+        run.log(f"{text_log.STOPPED}after step {position.step:,}, to unfreeze {names}")
         return None
     if ended and score is None and run.task.evaluates:
         model, average = score_model(run)

@@ -1,4 +1,4 @@
-"""The loss of the labels: cross-entropy, binary cross-entropy, or the user's own; one number for each sample.
+"""The loss on the labels: cross-entropy, binary cross-entropy, or the user's own; one number for each sample.
 
 The user's own is called as `loss(logits, labels)` with fp32 logits (n, classes) and int64 labels (n,), outside any
 autocast, and twice for mixed samples. It must return one loss per sample: these are weighted by the global batch, so
@@ -27,7 +27,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) to one loss per sample."""
 CALLED = "(logits, labels)"
 PROBED = 3
-"""Samples of the trial call: more than one, so that a mean is told from a loss per sample."""
+"""Samples of the trial call: more than one, to distinguish a mean from a loss per sample."""
 
 
 def make_loss(train: Train, classes: int, device: torch.device) -> Loss:
@@ -54,7 +54,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0)
 
 
 class OwnLoss:
-    """The user's function or `nn.Module`, checked at each call. An argument `reduction` gets `none`."""
+    """The user's function or `nn.Module`, checked at each call. A parameter `reduction` is set to `none`."""
 
     def __init__(self, name: str, classes: int, device: torch.device) -> None:
         self.title = f"train.loss {name}"
@@ -67,7 +67,7 @@ class OwnLoss:
             if names := [name for name, _ in loss.named_parameters()]:
                 raise UserError(
                     f"{self.title}: has the parameters {', '.join(names[:3])}, which no optimizer trains",
-                    "put them into the model (model.name=package.module:factory), or make them buffers",
+                    "move them to the model (model.name=package.module:factory), or make them buffers",
                 )
             loss = loss.to(device)
         if not accepts(loss, None, None):
@@ -81,7 +81,7 @@ class OwnLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         if logits.device != self._device and isinstance(self._loss, nn.Module):
-            self._loss.to(logits.device)  # the last stage of a model may be elsewhere
+            self._loss.to(logits.device)  # the last stage of a model may be on a different device
             self._device, self._versions = logits.device, self._buffer_versions()
         with autocast(logits.device, FP32):
             losses = self._loss(logits, labels)
@@ -93,21 +93,21 @@ class OwnLoss:
             )
             raise UserError(
                 f"{self.title}: returned {shape} for {len(labels)} samples",
-                f"return one loss per sample, of shape ({len(labels)},) here (reduction='none'): Drumline divides "
-                "their sum by the global batch, which is exact for any number of processes and micro-batches",
+                f"return one loss per sample, here of shape ({len(labels)},), as with reduction='none': Drumline "
+                "divides their sum by the global batch, which is exact for any number of processes and micro-batches",
             )
         return losses.float()
 
     def check(self) -> None:
-        """Rejects a loss that has changed its buffers: no checkpoint holds them."""
+        """Rejects a loss that has changed its buffers, because checkpoints do not include them."""
         if self._buffer_versions() != self._versions:
             raise UserError(
-                f"{self.title}: changes its buffers while it runs, which a resumed run could not repeat",
+                f"{self.title}: changes its buffers, which checkpoints do not include, so a resumed run would differ",
                 "compute the loss from logits and labels alone",
             )
 
     def _try(self, classes: int, device: torch.device) -> None:
-        """Calls it once as a step does, without a trace."""
+        """Calls it once as a step does, without side effects."""
         logits = torch.linspace(-1, 1, PROBED * classes, device=device).view(PROBED, classes).requires_grad_()
         labels = torch.arange(PROBED, device=device) % classes
         modules = [self._loss] if isinstance(self._loss, nn.Module) else []

@@ -50,7 +50,7 @@ class Outputs:
 
     @cached_property
     def prediction(self) -> Tensor:
-        """The class of each row's largest logit, of equal ones the lowest; -1 in a row with NaN."""
+        """The class of each row's largest logit, the lowest one in a tie; -1 in a row with NaN."""
         import torch
 
         logits = self.logits
@@ -88,7 +88,7 @@ class Metric:
     higher: bool = True
     """Whether a higher value is better."""
     min_classes: int = 0
-    """The lines leave it out for models with fewer classes: five guesses of six or ten say little."""
+    """Logs omit it for models with fewer classes, because top-5 of six or ten classes is not meaningful."""
     count: str = ""
     """The name under which the first sum is reported, too."""
     shows_count: bool = False
@@ -145,7 +145,7 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """The fraction of samples for which the first guess is right."""
+        """The fraction of samples for which the top prediction is right."""
         return self.values["top1"]
 
     @property

@@ -67,8 +67,8 @@ DEFAULT_MODEL = "resnet18"
 
 def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
     """The fields that the weights of a recipe decide, by name: `model.name` if it is auto; `model.args` of the same
-    model, if none are given; and with `images`, where they have their defaults, the fields of `data` that prepare
-    images. Rejects weights of a different model."""
+    model if none are given; and with `images`, the fields of `data` that prepare images and have their defaults.
+    Rejects weights of a different model."""
     name, weights = recipe.model.name, recipe.model.weights
     if not weights:
         return {"model.name": DEFAULT_MODEL} if name == "auto" else {}
@@ -79,7 +79,7 @@ def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
     if name == "auto":
         if names_code(record.model):
             raise UserError(
-                f"{FIELDS.weights} = {weights}: its model {record.model} runs the code of "
+                f"{FIELDS.weights} = {weights}: building the model {record.model} runs the code of "
                 f"{record.model.partition(':')[0]}",
                 f"if you wrote or trust that code, add {FIELDS.name}={record.model}",
             )
@@ -87,7 +87,7 @@ def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
         found["model.args"] = recipe.model.args or record.args
     elif not _may_be(name, record.model):
         raise UserError(
-            f"{FIELDS.name} = {name}, but {FIELDS.weights} = {weights} are weights of {record.model}",
+            f"{FIELDS.name} = {name}, but {FIELDS.weights} = {weights} holds weights of {record.model}",
             f"remove {FIELDS.name}, or give weights of {name}",
         )
     elif name == record.model and not recipe.model.args:
@@ -104,7 +104,7 @@ def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
 
 
 def _may_be(name: str, other: str) -> bool:
-    """Whether two names may be the same model: torchvision's are also built in, and code has any name."""
+    """Whether two names may mean the same model: torchvision's are also built in, and code may have any name."""
     if names_code(name) or names_code(other):
         return True
     plain = [each.removeprefix("torchvision/").removeprefix("timm/") for each in (name, other)]
@@ -115,22 +115,22 @@ def _fitting_model(weights: str) -> str:
     """The one built-in model that weights without a record fit."""
     names = fitting_models(weights, FIELDS)
     if len(names) != 1:
-        what = f"fit {either(names)}" if names else "fit no built-in model"
+        what = f"fits {either(names)}" if names else "fits no built-in model"
         raise UserError(
-            f"{FIELDS.name} = auto: {FIELDS.weights} = {weights} do not say which model they belong to, and {what}",
+            f"{FIELDS.name} = auto: {FIELDS.weights} = {weights} does not name its model and {what}",
             f"add {FIELDS.name}=NAME (`drumline doctor --models` lists them)",
         )
     return names[0]
 
 
 def _other_images(data: Data, record: ModelRecord | None) -> list[str]:
-    """A warning about images that are prepared in a different way from those that the weights were trained on."""
+    """A warning if images are prepared differently from those that the weights were trained on."""
     if record is None:
         return []
     theirs = {each: getattr(data, each) for each in PREPARED if getattr(data, each) not in ("auto", ())}
     if not (changes := record.other_images(replace(record, **theirs))):
         return []
-    return [f"WARNING: images are prepared in a different way from the weights' own: {'; '.join(changes)}"]
+    return [f"WARNING: images are prepared differently from those of the weights: {'; '.join(changes)}"]
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:
@@ -154,7 +154,7 @@ def shared_weights(path: str, world: World) -> Path:
     may save a newer one meanwhile."""
     file = Path(world.broadcast_object(str(resolve_weights(path, FIELDS)) if world.is_rank_zero else ""))
     if is_pretrained(path):
-        return resolve_weights(path, FIELDS)  # each machine has a cache of its own
+        return resolve_weights(path, FIELDS)  # each machine has its own cache
     verify_weights(file)
     return file
 

@@ -63,8 +63,8 @@ def optimizer_slots(optim: Optim) -> tuple[str, ...]:
 def parameter_groups(
     optim: Optim, parameters: Iterable[nn.Parameter], factors: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
-    """Trainable parameters with their weight decay; vectors and scalars (biases, norms) have a group of their own,
-    and so has each factor on the rate."""
+    """Trainable parameters with their weight decay; vectors and scalars (biases, norms) have their own group, and so
+    does each factor on the rate."""
     # Parameters on the meta device belong to a different process.
     pairs = [
         (parameter, factor)
@@ -113,8 +113,8 @@ def by_device(groups: list[dict[str, Any]], lr: torch.Tensor) -> list[dict[str, 
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Writes the learning rate, times their factor, where the optimizer reads it: in a tensor on each device for each
-    factor, or in a number of each group."""
+    """Writes the learning rate times each factor to where the optimizer reads it: a tensor for each device and
+    factor, or a number in each group."""
     tensors = {id(group["lr"]): (group["lr"], group.get("factor", 1.0)) for group in optimizer.param_groups}
     for tensor, factor in tensors.values():
         if isinstance(tensor, torch.Tensor):

@@ -1,14 +1,15 @@
 """A user's own optimizer: `optim.name=package.module:factory`, called as `factory(groups, lr=..., weight_decay=...)`.
 
-Most optimizers create their state in their first step, and initialise it as they like. A run needs it from the start,
-in tensors that are only written in place: checkpoints are read into them, and a rehearsed step is undone in them. So
-`OwnOptimizer` finds out the shapes in two trial steps, which leave no trace, and keeps a tensor for each, with zeros
-until the optimizer has created its own. Numbers that it counts on the host are kept in tensors, too.
+Most optimizers create their state in their first step, and initialise it as they like. A run needs the state from the
+start, in tensors that are written in place only: checkpoints are loaded into them, and a rehearsed step is undone in
+them. `OwnOptimizer` therefore learns the shapes in two trial steps without side effects and keeps a tensor for each
+state, filled with zeros until the optimizer creates its own. Numbers that it counts on the host are kept in tensors,
+too.
 
 Promises: a resumed run has the bits of an uninterrupted one; a step with non-finite gradients changes nothing.
-Rejects what a checkpoint could not hold: a state outside `optimizer.state` and the numbers of the parameter groups,
-or state that appears later. The learning rate is a number: only torch's own optimizers read tensors, and not all of
-them.
+Rejects state that a checkpoint cannot hold: state outside `optimizer.state` and the numbers of the parameter groups,
+and state that appears later. The learning rate is a number, because only torch's own optimizers accept tensors, and
+not all of them.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from drumline.core.named import accepts, load_named, signature_of
 
 CALLED = "(params, lr, weight_decay)"
 TRIALS = 2
-"""Steps that show which state an optimizer has."""
+"""Trial steps that show which state an optimizer has."""
 BEGUN = "begun"
-"""The slot that says whether a parameter has been updated: until then, the optimizer has yet to create its state."""
+"""The slot that says whether a parameter has been updated. Before that, the optimizer has no state for it."""
 OF_GROUP = "group."
-"""Begins the slots of numbers that belong to a parameter group; each of its parameters keeps them."""
+"""Prefix of the slots for numbers of a parameter group; each of its parameters keeps them."""
 Number = bool | int | float
 Slots = dict[str, Any]
 
 
 def own_optimizer(optim: Optim, groups: list[dict[str, Any]]) -> OwnOptimizer:
-    """The user's optimizer of these groups of parameters."""
+    """The user's optimizer for these parameter groups."""
     title = f"optim.name {optim.name}"
     factory = load_named(optim.name, "optim.name", CALLED)
     arguments: dict[str, Any] = {"lr": float(optim.lr), "weight_decay": optim.weight_decay}
     kept = ["params", "factor", "weight_decay"]
     if not accepts(factory, groups, **arguments) and accepts(factory, groups, lr=arguments["lr"]):
         if optim.weight_decay:
-            raise UserError(f"{title}: takes no weight_decay", "set optim.weight_decay=0")
+            raise UserError(f"{title}: does not take weight_decay", "set optim.weight_decay=0")
         del arguments["weight_decay"]
         kept.remove("weight_decay")
     arguments |= keyword_arguments(optim.args)
@@ -53,7 +54,7 @@ def own_optimizer(optim: Optim, groups: list[dict[str, Any]]) -> OwnOptimizer:
         known = ", ".join(list(getattr(signature_of(factory), "parameters", {}))[1:])
         raise UserError(
             f"{title}: cannot be called with {', '.join(arguments)}; its parameters are {known}",
-            f"take the groups of parameters, then {CALLED[9:-1]} and each of optim.args by name",
+            f"take the parameter groups first, then {CALLED[9:-1]} and each of optim.args by name",
         )
     if all(group["factor"] == 1 for group in groups):
         kept.remove("factor")
@@ -67,7 +68,7 @@ def own_optimizer(optim: Optim, groups: list[dict[str, Any]]) -> OwnOptimizer:
         except Exception as error:  # a user's factory may raise anything
             raise UserError(
                 f"{title}: raised {type(error).__name__}: {error}",
-                f"correct it, or optim.args; it is called as {CALLED}",
+                f"correct the factory or optim.args; it is called as {CALLED}",
             ) from error
         if not isinstance(made, torch.optim.Optimizer):
             raise UserError(
@@ -77,8 +78,8 @@ def own_optimizer(optim: Optim, groups: list[dict[str, Any]]) -> OwnOptimizer:
         held = {id(each) for group in made.param_groups for each in group["params"]}
         if held != {id(each) for group in plain for each in group["params"]}:
             raise UserError(
-                f"{title}: its groups do not hold the parameters that it was given",
-                "pass all parameters on, and freeze in the model those that must not move",
+                f"{title}: its parameter groups are not those that it was given",
+                "pass on all parameters; to keep some from training, set train.freeze",
             )
         return made
 
@@ -99,18 +100,18 @@ class OwnOptimizer(EagerOptimizer):
         self._initial = {p: _copied(self.inner.state.get(p, {})) for p in self._parameters}
         self._constants: dict[Tensor, Slots] = {}
         self._numbers: list[tuple[int, Tensor, str, type[Number]]] = []
-        """The numbers on the host: the parameter's place, the parameter, their name and their type."""
+        """The numbers on the host: index of the parameter, parameter, name, and type."""
         self._tracked = shown.group_numbers
         self._of_groups: list[dict[str, tuple[Number, Tensor]]] = []
         """For each group and number: its initial value, and the views that hold it."""
         self._attached = [False] * len(self._parameters)
-        """Which parameters' state in `inner` is in our tensors."""
+        """Whether each parameter's state in `inner` uses our tensors."""
         counted = sum(isinstance(value, Number) for slots in shown.slots for value in slots.values())
         grouped = sum(
             len(names) * len(group["params"])
             for group, names in zip(self.param_groups, self._tracked, strict=True)
         )
-        # Views of one vector, so that a look at all of them is one operation.
+        # Views of one vector, so that one operation reads them all.
         self._host = torch.zeros(len(self._parameters) + counted + grouped, dtype=torch.float64)
         self._begun = self._host[: len(self._parameters)]
         self._make_slots(shown)
@@ -122,12 +123,12 @@ class OwnOptimizer(EagerOptimizer):
             if tensor.device.type != "cpu":
                 by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         self._on_devices = list(by_kind.values())
-        """What a step writes on GPUs, by device and type: all but a few numbers on the host."""
+        """The tensors that a step writes on GPUs, by device and type: everything but a few numbers on the host."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        # `GradScaler` sets both for the duration of the call; the guard sets the second for good.
+        # `GradScaler` sets both for the duration of the call; the guard sets the second permanently.
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         moving = [(n, p) for n, p in enumerate(self._parameters) if p.grad is not None]
@@ -151,7 +152,7 @@ class OwnOptimizer(EagerOptimizer):
                 undoing.enter_context(undone_if(found_inf, tensors))
             self.inner.step()
             if self._group_constants() != constant:
-                raise self._hidden("numbers of its parameter groups that did not change in the trial steps")
+                raise self._hidden("numbers of its parameter groups that did not change in the trial steps,")
             self._take_out([n for n, _ in moving])
 
     def _make_slots(self, shown: _Shown) -> None:
@@ -177,7 +178,7 @@ class OwnOptimizer(EagerOptimizer):
                 free += len(here)
 
     def _bring_in(self) -> None:
-        """Makes the inner state that of our tensors, which a checkpoint or an undone rehearsal may have written."""
+        """Updates the inner state from our tensors, which a checkpoint or an undone rehearsal may have written."""
         begun = self._begun.bool().tolist()
         for place, p in enumerate(self._parameters):
             if begun[place] == self._attached[place]:
@@ -201,7 +202,7 @@ class OwnOptimizer(EagerOptimizer):
                 group[name] = tracked[name](views[of_group.index(True)]) if any(of_group) else initial
 
     def _take_out(self, moved: list[int]) -> None:
-        """Writes the inner state, as a step has left it, into our tensors."""
+        """Writes the inner state after a step into our tensors."""
         for place in moved:
             p = self._parameters[place]
             ours, theirs = self.state[p], self.inner.state.get(p, {})
@@ -211,10 +212,10 @@ class OwnOptimizer(EagerOptimizer):
                 elif isinstance(value, Tensor) and slot in ours:
                     if value is not ours[slot]:
                         if (value.shape, value.dtype) != (ours[slot].shape, ours[slot].dtype):
-                            raise self._hidden(f"{slot} with a shape or type that changes")
+                            raise self._hidden(f"{slot} with a changing shape or type,")
                         theirs[slot] = ours[slot].copy_(value)
                 elif slot not in self._constants[p]:
-                    raise self._hidden(f"{slot}, which was not there in the trial steps")
+                    raise self._hidden(f"{slot}, which did not exist in the trial steps and")
             if not self._attached[place]:
                 self._begun[place] = 1
                 self._attached[place] = True
@@ -233,14 +234,14 @@ class OwnOptimizer(EagerOptimizer):
 
 
 class _Shown:
-    """What the trial steps have shown: the state of each parameter, and the numbers of the groups that change."""
+    """The results of the trial steps: the state of each parameter, and the numbers of the groups that change."""
 
     def __init__(self, slots: list[Slots], group_numbers: list[dict[str, type[Number]]]) -> None:
         self.slots, self.group_numbers = slots, group_numbers
 
 
 def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
-    """Lets an optimizer take trial steps, and leaves the parameters as they were."""
+    """Lets an optimizer take trial steps, and restores the parameters."""
     trial = make()
     parameters: list[Tensor] = [p for group in trial.param_groups for p in group["params"]]
     attributes = _simple(vars(trial))
@@ -261,16 +262,16 @@ def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
         for p in parameters:
             p.grad = None
     if any(isinstance(each, torch.optim.Optimizer) for each in vars(trial).values()):
-        raise _unsaved(title, "the state of another optimizer inside it,")
+        raise _unsaved(title, "the state of a second optimizer,")
     if changed := [name for name, value in _simple(vars(trial)).items() if attributes.get(name) != value]:
-        raise _unsaved(title, f"{', '.join(changed)} in attributes of its own")
+        raise _unsaved(title, f"{', '.join(changed)} in its attributes,")
     slots = [dict(trial.state.get(p, {})) for p in parameters]
     for each in slots:
         for slot, value in each.items():
             if not isinstance(value, Tensor | Number | str | None):
                 raise _unsaved(title, f"{slot}, a {type(value).__name__},")
             if "/" in slot or slot == BEGUN:
-                raise UserError(f"{title}: a state cannot be called {slot!r}", "give it a different name")
+                raise UserError(f"{title}: a state cannot have the name {slot!r}", "rename it")
     numbers: list[dict[str, type[Number]]] = []
     for old, group in zip(groups, trial.param_groups, strict=True):
         new = _simple(group)
@@ -280,20 +281,20 @@ def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
         ]
         odd += [name for name, value in group.items() if isinstance(value, Tensor) and name != "params"]
         if odd:
-            raise _unsaved(title, f"{', '.join(odd)} in its parameter groups")
+            raise _unsaved(title, f"{', '.join(odd)} in its parameter groups,")
         numbers.append({name: type(group[name]) for name in moved})
     return _Shown(slots, numbers)
 
 
 def _unsaved(title: str, what: str) -> UserError:
     return UserError(
-        f"{title}: keeps {what} which a checkpoint cannot hold, so that a resumed run would differ",
-        "keep tensors and numbers in optimizer.state[parameter], from the first step on",
+        f"{title}: keeps {what} which a checkpoint cannot hold, so a resumed run would differ",
+        "keep tensors and numbers in optimizer.state[parameter], and create them in the first step",
     )
 
 
 def _simple(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that can be compared; lists and tensors by what they hold."""
+    """The values that can be compared; lists and tensors by their content."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         if name in ("params", "state", "param_groups", "defaults"):

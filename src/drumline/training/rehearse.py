@@ -151,7 +151,7 @@ def _check_draws(run: Run) -> None:
 
 
 def _check_transform(run: Run) -> None:
-    """Reports an own augmentation whose pixels are not determined by the image and its generator. All processes call
+    """Reports a data.transform whose result does not depend only on the image and its generator. All processes call
     it."""
     sets, recipe = run.sets, run.recipe
     if not sets.transform.own:

@@ -1,7 +1,7 @@
-"""What an evaluation says beyond its metrics: about each class, about pairs of classes, and about confidence.
+"""What an evaluation reports beyond its metrics: about each class, about pairs of classes, and about confidence.
 
-Promises: made from one prediction for each sample, gathered as integers, so the same bits on any number of processes.
-Probabilities are counted in fixed point. Classes are those of the model, by name. Pure, except `Predictions`.
+Promises: computed from one prediction for each sample, gathered as integers, so it has the same bits on any number of
+processes. Probabilities are in fixed point. Classes are those of the model, by name. Pure, except `Predictions`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_CLASS = -1
 
 
 class Predictions:
-    """The class that a model predicts for each sample, and its probability, while an evaluation runs."""
+    """Collects the predicted class of each sample and its probability while an evaluation runs."""
 
     def __init__(self, samples: int, device: torch.device) -> None:
         self._rows = torch.zeros((samples, 2), dtype=torch.int64, device=device)
@@ -45,17 +45,17 @@ class Predictions:
 
 @dataclass(frozen=True)
 class ClassScore:
-    """How a model does on one class."""
+    """The result of a model on one class."""
 
     number: int
-    """Of the model's output."""
+    """Its index in the model's outputs."""
     name: str
     samples: int
     correct: int
     predicted: int
     """Samples of any class for which the model predicts this one."""
     confused_with: str
-    """The class that it is most often taken for; empty if it never is."""
+    """The class that it is most often mistaken for; empty if it never is."""
     confused: int
     """How often."""
 
@@ -100,7 +100,7 @@ class Report:
     probabilities: Numbers
     """In fixed point."""
     finite: bool
-    """Whether all outputs of the model were finite. If not, there are no figures about confidence."""
+    """Whether all outputs of the model were finite. If not, there are no confidence metrics."""
 
     @cached_property
     def right(self) -> NDArray[np.bool_]:
@@ -109,8 +109,8 @@ class Report:
 
     @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
-        """Label, prediction and how often, for each pair that occurs: the most frequent first, of equals in the order
-        of the classes. The diagonal is included."""
+        """Label, prediction and count of each pair that occurs, the most frequent first; ties in the order of the
+        classes. Includes the diagonal."""
         many = len(self.names) + 1
         pairs, counts = np.unique(self.labels * many + self.predictions - NO_CLASS, return_counts=True)
         order = np.argsort(-counts, kind="stable")

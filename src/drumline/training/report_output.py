@@ -1,7 +1,7 @@
 """A report as lines for a terminal, and as CSV files.
 
-Promises: lines fit the width that is given, and a thousand classes do not fill the screen: of many classes the worst
-are shown. Names from a data set cannot control a terminal. Pure.
+Promises: lines fit the given width. Of many classes, only the worst are shown. Names from a data set cannot control a
+terminal. Pure.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from drumline.training.metrics import FIXED_POINT
 from drumline.training.report import NO_CLASS, ClassScore, Report
 
 FEW = 40
-"""Up to this many classes are all listed."""
+"""Up to this number of classes, all are listed."""
 WORST = 20
-"""Classes that are listed if there are more."""
+"""Number of listed classes if there are more."""
 PAIRS = 10
-"""Pairs of confused classes that are listed if the matrix is too large."""
+"""Number of listed pairs of confused classes if the matrix is too large."""
 _LONGEST = 32
 """Characters of a name in a table."""
 
@@ -37,7 +37,7 @@ def summary(report: Report) -> str:
 
 
 def class_lines(report: Report, width: int) -> list[str]:
-    """A table of the classes, the worst first; below it the confusion matrix if it fits, otherwise the most confused
+    """A table of the classes, the worst first, and the confusion matrix if it fits, otherwise the most confused
     pairs."""
     scored = sorted(
         (one for one in report.classes if one.samples), key=lambda one: (one.accuracy, -one.samples)
@@ -52,7 +52,7 @@ def class_lines(report: Report, width: int) -> list[str]:
 
 
 def _class_table(classes: Sequence[ClassScore], width: int) -> list[str]:
-    header = ("class", "samples", "correct", "accuracy", "most often taken for")
+    header = ("class", "samples", "correct", "accuracy", "most often mistaken for")
     rows = [
         (
             printable(one.name),
@@ -85,7 +85,7 @@ def _pair_lines(report: Report, width: int) -> list[str]:
     wide = max(len(f"{often:,}") for _, _, often in pairs)
     lines = ["most confused classes:"]
     for label, prediction, often in pairs:
-        text = f"{printable(report.names[label])} taken for {printable(report.names[prediction])}"
+        text = f"{printable(report.names[label])} mistaken for {printable(report.names[prediction])}"
         lines.append(f"  {often:>{wide},}  {_fitted(text, max(8, width - wide - 4)).rstrip()}")
     return lines
 
@@ -115,7 +115,7 @@ def _matrix_lines(report: Report, width: int) -> list[str]:
 
 
 def _fitted(text: str, width: int) -> str:
-    """The text in exactly this many cells of a terminal."""
+    """The text, padded or cut to exactly this many terminal cells."""
     if cell_len(text) > width:
         return set_cell_size(text, max(0, width - 3)) + "..."[:width]
     return set_cell_size(text, width)

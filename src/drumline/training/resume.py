@@ -72,7 +72,7 @@ def restore(
         if before != recipe.checkpoint.best:
             position = forget_best(position)
             messages.append(
-                f"checkpoint.best: {before} -> {recipe.checkpoint.best}: the evaluations so far do not count as best"
+                f"checkpoint.best: {before} -> {recipe.checkpoint.best}: earlier evaluations no longer count as best"
             )
         messages += compare_data(manifest.environment, environment, checkpoint, strict)
         changes = changed_environment(manifest.environment, environment, strict)
@@ -105,7 +105,7 @@ def restore(
 
 
 def forget_best(position: Position) -> Position:
-    """The position of a run whose evaluations so far do not count."""
+    """The position of a run whose earlier evaluations no longer count."""
     return replace(position, best_step=-1, best_value=-1.0, evaluations_since_best=0)
 
 
@@ -157,12 +157,12 @@ def compare_data(
 
 
 def _refrozen(groups: Groups, frozen: object, state: TrainState) -> Gathered:
-    """The groups of a checkpoint whose frozen parameters were others than now: the optimizer starts at zero for those
-    that train from now on, and drops its state of those that no longer do."""
+    """The groups of a checkpoint that froze different parameters: the optimizer state starts at zero for parameters
+    that are now trained, and is dropped for those that no longer are."""
     before = {str(name) for name in frozen} if isinstance(frozen, list) else set()
     now, optimizer = set(state.frozen), dict(groups.get("optimizer", {}))
     if before != now and names_code(state.strategy.recipe.optim.name):
-        # Zeros mean that it has yet to create its state.
+        # Zeros mean that the optimizer has not created its state yet.
         optimizer = {
             name: optimizer.get(name, torch.zeros_like(tensor, device="cpu"))
             for name, tensor in state.tensors()["optimizer"].items()

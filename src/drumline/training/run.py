@@ -75,7 +75,7 @@ class Run:
     position: Position
     """Where the run starts."""
     last_step: int
-    """Where it ends, or is opened again because frozen modules start to train."""
+    """The step at which it ends, or is opened again because frozen modules start to train."""
     branched: bool
     """Whether it resumes from a checkpoint of a different run folder."""
     output: RunOutput | None
@@ -136,7 +136,7 @@ class Run:
         return self.output.manager if self.output is not None else None
 
     def early_stop(self, position: Position) -> str:
-        """Why the run stops at a position before its last step; empty if it continues."""
+        """The reason for stopping at a position before the last step; empty if the run continues."""
         return early_stop(position, self.recipe.train.patience, self.plan.total, self.best_metric)
 
     def log(self, text: str, show: bool = True) -> None:
@@ -262,7 +262,7 @@ class Run:
         )
 
     def _trend(self) -> Trend:
-        """What notices that this run does not learn."""
+        """Detects that this run does not learn."""
         labels, plan = self.sets.eval.labels, self.plan
         guess = float(np.unique(labels, return_counts=True)[1].max() / len(labels))
         plain = isinstance(self.task.objective, Classification)

@@ -82,7 +82,7 @@ class Plan:
     """From `checkpoint.every_epochs` and `checkpoint.every_steps`."""
     log_every: int
     unfreeze: int = 0
-    """The number of steps after which the frozen modules start to train. 0: never."""
+    """The step after which the frozen modules start to train. 0: never."""
 
     def due(self, done: int, evaluates: bool = True) -> Due:
         """What follows after `done` steps. `evaluates`: whether the run evaluates at all."""

@@ -144,7 +144,7 @@ class Sets:
         return loss_weights(self.train, recipe.data.balance, named)
 
     def sampling(self, recipe: Recipe) -> list[str]:
-        """Lines about how often classes are drawn and what they weigh."""
+        """Lines about how often classes are drawn and how they are weighted."""
         return describe_sampling(
             self.train, recipe.data.balance, recipe.data.batch, self.class_weights(recipe)
         )
@@ -261,7 +261,7 @@ def _reject_other_classes(train: Dataset, evaluation: Dataset) -> None:
 
 
 def _remarks(*sources: Dataset) -> list[str]:
-    """What each source remarks, once."""
+    """The remarks of the sources, each once."""
     remarks = (
         str(each) for source in sources if isinstance(source, EncodedDataset) for each in source.remarks
     )

@@ -132,10 +132,10 @@ def build_state(
     context: SetupContext = SetupContext(),  # noqa: B008
     frozen: Sequence[str] = (),
 ) -> TrainState:
-    """Lays `module` out and makes its optimizer, loss scaler and average. `frozen` names modules of the model that
-    are not trained now; the other arguments are those of `Strategy.setup`."""
+    """Sets up `module` under its layout, with optimizer, loss scaler and average. `frozen` names modules of the model
+    that are not trained at present; the other arguments are those of `Strategy.setup`."""
     recipe, part = strategy.recipe, module if model is None else model
-    # Before the layout, under which a process may not hold the whole model.
+    # Before the layout is applied, because a process may not hold the whole model afterwards.
     held_back, factors = hold_back(module, part, recipe.optim, frozen)
     if recipe.train.gradient_checkpointing:
         recompute_blocks(part)
@@ -186,7 +186,7 @@ def hold_back(
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     if held and not trained:
         raise UserError(
-            f"train.freeze = {','.join(frozen)}: freezes the whole model", "leave something to train"
+            f"train.freeze = {','.join(frozen)}: freezes the whole model", "leave out the modules to train"
         )
     return tuple(inside[name] for name in held), {inside[name]: factors[name] for name in trained}
 
@@ -194,29 +194,29 @@ def hold_back(
 def describe_trained(
     module: nn.Module, recipe: Recipe, plan: Plan, frozen: Collection[str], factors: Mapping[str, float]
 ) -> list[str]:
-    """What is frozen and at which rates the rest trains, for the log. Nothing where all trains at one rate. `frozen`
-    and `factors` are those of a `TrainState`."""
+    """Lines for the log: what is frozen, and the learning rates of the rest. Empty if everything trains at one rate.
+    `frozen` and `factors` are those of a `TrainState`."""
     lines = []
     sizes = {name: each.numel() for name, each in module.named_parameters()}
     if frozen:
         held = sum(sizes[name] for name in frozen)
         names = ", ".join(recipe.train.freeze)
-        until = f"until step {plan.unfreeze:,}" if plan.unfreeze else "in the whole run"
+        until = f"until step {plan.unfreeze:,}" if plan.unfreeze else "for the whole run"
         norms = sum(is_held(layer) for layer in module.modules())
         still = f"; {counted(norms, 'layer')} with running statistics in evaluation mode" if norms else ""
         lines.append(
             f"frozen {until}: {names}: {held:,} of {sum(sizes.values()):,} parameters{still}; "
-            f"{sum(sizes[name] for name, each in module.named_parameters() if each.requires_grad):,} train"
+            f"{sum(sizes[name] for name, each in module.named_parameters() if each.requires_grad):,} are trained"
         )
         if not recipe.model.weights and not names_code(recipe.model.name):
-            lines.append("WARNING: what is frozen keeps random weights, because model.weights is empty")
+            lines.append("WARNING: the frozen modules keep random weights because model.weights is empty")
     if set(factors.values()) - {1.0}:
         lines.append(f"learning rates: {describe_rates(plan.schedule.peak, factors)}")
     return lines
 
 
 def describe_rates(peak: float, factors: Mapping[str, float]) -> str:
-    """The peak rate of each group of parameters, from the lowest."""
+    """The peak rate of each group of parameters, lowest first."""
     counts = Counter(factors.values())
     rates = [f"{peak * factor:.3g} ({counted(count, 'tensor')})" for factor, count in sorted(counts.items())]
     return ", ".join(rates if len(rates) <= 4 else [*rates[:2], "...", *rates[-2:]])

@@ -81,7 +81,7 @@ class Objective:
 
 
 class Classification(Objective):
-    """The loss of the labels, on mixed or plain images."""
+    """The loss on the labels, for mixed or plain images."""
 
     def __init__(
         self,

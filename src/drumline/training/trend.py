@@ -1,4 +1,4 @@
-"""Notices a run that does not learn, while there is time to stop it: pure functions of its loss and accuracy."""
+"""Detects early that a run does not learn: pure functions of its loss and accuracy."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ SIGMAS = 3
 
 @dataclass
 class Trend:
-    """The course of one run. Each warning is given once; that about accuracy also after the last step."""
+    """The trend of one run. Each warning is given once; the one about accuracy again after the last step."""
 
     classes: int
     guess: float
-    """Accuracy of a model that always answers the most frequent class of the evaluation set."""
+    """Accuracy of a model that always predicts the most frequent class of the evaluation set."""
     total: int
     per_epoch: int
     is_cross_entropy: bool = True
-    """Whether the loss of training is a plain cross-entropy, of which it is known what a guess costs."""
+    """Whether the training loss is a plain cross-entropy, whose value for a random guess is known."""
     _first_loss: float | None = None
     _exploded: bool = False
     _at_chance: bool = False
 
     def loss(self, step: int, loss: float) -> str:
-        """A warning if the loss of training, the mean since the previous call, explodes."""
+        """A warning if the training loss, averaged since the previous call, explodes."""
         guess, first = math.log(self.classes), self._first_loss
-        # Weights that are not trained yet may be far worse than a guess for a few steps.
+        # Untrained weights may be far worse than a random guess for a few steps.
         limit = 10 * guess if first is None else max(2 * guess, 1.5 * first)
         self._first_loss = loss if first is None else first
         if self._exploded or not self.is_cross_entropy or not loss > limit:
             return ""
         self._exploded = True
         return (
-            f"WARNING: the loss explodes: it is {loss_text(loss)} up to step {step:,}, and a guess among "
-            f"{self.classes} classes costs {loss_text(guess)}. Try a tenth of optim.lr, more optim.warmup_epochs or "
-            "optim.clip=1; docs/accuracy.md says more"
+            f"WARNING: the loss is exploding: {loss_text(loss)} by step {step:,}, where a random guess among "
+            f"{self.classes} classes has {loss_text(guess)}. Try a tenth of optim.lr, more optim.warmup_epochs, or "
+            "optim.clip=1; see docs/accuracy.md"
         )
 
     def accuracy(self, step: int, correct: int, samples: int) -> str:
@@ -53,8 +53,8 @@ class Trend:
             return ""
         self._at_chance = True
         return (
-            f"WARNING: the model has not learned: top-1 {correct / samples:.2%} after {step:,} steps, and to answer "
-            f"the most frequent class every time gives {self.guess:.2%}. Check the labels (drumline verify DATA), "
-            "try a tenth and ten times optim.lr, more train.epochs, or trained weights (finetune=WEIGHTS); "
-            "docs/accuracy.md says more"
+            f"WARNING: the model is not learning: top-1 is {correct / samples:.2%} after {step:,} steps; always "
+            f"predicting the most frequent class gives {self.guess:.2%}. Check the labels (drumline verify DATA), "
+            "try a tenth of optim.lr and ten times it, increase train.epochs, or start from trained weights "
+            "(finetune=WEIGHTS); see docs/accuracy.md"
         )

@@ -153,7 +153,7 @@ def test_it_keeps_arrays_on_the_host_and_jpegs_on_the_cpu(photos: DatasetSpec) -
         (
             "cut_off",
             r"returned a uint8 array of shape \(4, 16, 3\) for .*train/",
-            r"shape of its image, \(16, 16, 3\)",
+            r"image's shape, \(16, 16, 3\)",
         ),
         ("scaled", "returned a float64 array of shape", "return a uint8 NumPy array"),
         ("empty", "returned a NoneType for", "return a uint8 NumPy array"),
@@ -179,7 +179,7 @@ def test_a_mistake_names_the_field_the_sample_and_the_fix(
         ("by_random", "it draws from Python's `random`"),
         ("by_numpy", "it draws from `numpy.random`"),
         ("by_torch", "it draws from torch's generator"),
-        ("by_its_own", "called twice with the same image and generator, it gives different pixels"),
+        ("by_its_own", "two calls with the same image and generator return different pixels"),
     ],
 )
 def test_random_numbers_from_elsewhere_are_found_and_leave_no_trace(name: str, why: str) -> None:

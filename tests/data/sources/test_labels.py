@@ -233,9 +233,9 @@ def test_what_is_left_out_is_reported(root: Path) -> None:
     source = opened(root, text)
     assert listed(source) == [("a.jpg", "cat"), ("b.jpg", "dog")]
     assert [(fault.kind, str(fault).split(" (")[0]) for fault in source.remarks] == [
-        ("repeated-row", "rows that repeat an image of another row and were dropped: 3"),
-        ("left-out", "rows of the split test, left out because there are val rows: 1"),
-        ("unlisted", "images in no row: 3"),
+        ("repeated-row", "rows that repeat the image of an earlier row, dropped: 3"),
+        ("left-out", "rows with the split test, left out because there are val rows: 1"),
+        ("unlisted", "images without a row: 3"),
     ]
     assert "other (2, such as e.jpg)" in str(source.remarks[2])
     report = verify_dataset(root, labels=str(root / "labels.csv"), workers=1)
@@ -256,7 +256,7 @@ def test_what_is_left_out_is_reported(root: Path) -> None:
         ("path,path,label\na.jpg,b.jpg,1\n", "several columns that may be the path"),
         ("path,label\na,b.jpg,cat\n", "line 2: has 3 fields, but the header has 2"),
         ("path,label\na.jpg\n", "line 2: has 1 fields"),
-        ('path,label\n"a.jpg,cat\n', "is not as CSV is written"),
+        ('path,label\n"a.jpg,cat\n', "is not valid CSV"),
         ("path,label\n", "has no rows"),
         ("", "has no column of paths; its first line is: empty"),
     ],
@@ -291,7 +291,7 @@ def test_files_with_only_one_split_are_scored_or_rejected_by_name(root: Path) ->
     with pytest.raises(NoTrainSplit):
         opened(root, scored)
     assert len(opened(root, scored, "eval", whole=True)) == 2
-    with pytest.raises(NoEvalSplit, match="of the split train only"):
+    with pytest.raises(NoEvalSplit, match="only rows with the split train"):
         opened(root, scored.replace("val", "train"), "eval", whole=True)
 
 
@@ -356,7 +356,7 @@ def test_the_folds_of_a_source_partition_it(root: Path) -> None:
     for fold, part in enumerate(parts):
         trained = listed(opened(root, text, "train", folds=3, fold=fold))
         assert sorted(trained + part) == [("a.jpg", "x"), ("b.jpg", "x"), ("c.jpg", "x")]
-    with pytest.raises(UserError, match="divides only 3 samples"):
+    with pytest.raises(UserError, match="but there are only 3 samples"):
         opened(root, text, "eval", folds=5, fold=4)
 
 

@@ -211,7 +211,7 @@ def test_splits_that_are_missing_or_unclear_are_named(folder: Path, tmp_path: Pa
     shard(tmp_path / "t/train-0.tar", samples(0, 1, 0, 1, 0, 1, 0))
     with pytest.raises(NoEvalSplit):
         opened(tmp_path / "t", "eval")
-    with pytest.raises(NoEvalSplit, match="of the split train only"):
+    with pytest.raises(NoEvalSplit, match="has only training shards"):
         opened(tmp_path / "t", "eval", whole=True)
     held = opened(tmp_path / "t", "eval", holdout=0.34)
     rest = opened(tmp_path / "t", "train", holdout=0.34)

@@ -1,4 +1,4 @@
-"""An AOTInductor package answers like the model, in Python and in the C++ example."""
+"""An AOTInductor package gives the same results as the model, in Python and in the C++ example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`drumline export`: files that answer like the model get their name, and all others are rejected with the cause."""
+"""`drumline export`: files that match the model get their name, and all others are rejected with the cause."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_exported_file_predicts_what_the_model_predicts(
         (
             "TrainMode",
             "batch-statistics",
-            r"nets\.py:\d+: `x = F\.relu\(self\.bn.*` normalises by",
+            r"nets\.py:\d+: `x = F\.relu\(self\.bn.*` normalises with",
         ),
         ("Dropout", "torch-random", r"nets\.py:\d+: `return F\.dropout\(x\)` draws random numbers"),
         ("PythonRandom", "python-random", r"nets\.py:\d+: `return x \* random\.random\(\)`"),
@@ -176,8 +176,8 @@ def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mean", "std", "named"),
     [
-        ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "by ImageNet's mean and deviation"),
-        ((0.6, 0.5, 0.4), (0.3, 0.25, 0.2), "in the order BGR"),
+        ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "with ImageNet's mean and standard deviation"),
+        ((0.6, 0.5, 0.4), (0.3, 0.25, 0.2), "in BGR order"),
         ((0.41, 0.5, 0.6), (0.2, 0.25, 0.3), ""),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_file_whose_graph_was_changed_is_rejected_when_it_is_loaded(
     mean = next(each for each in model.graph.initializer if each.name == "mean")
     mean.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(mean) * 0.5, "mean"))
     onnx.save(model, str(tmp_path / "changed.onnx"))
-    with pytest.raises(UserError, match="does not answer as when it was exported") as caught:
+    with pytest.raises(UserError, match="does not reproduce its recorded outputs") as caught:
         load_model(tmp_path / "changed.onnx")
     assert caught.value.code == "wrong-answers"
 
@@ -255,7 +255,7 @@ def test_a_file_whose_graph_was_changed_is_rejected_when_it_is_loaded(
     ("change", "message"),
     [
         (lambda text: text.replace('"eval_crop": 0.8', '"eval_crop": 0.9'), "the record was changed"),
-        (lambda text: None, "has no record of drumline"),
+        (lambda text: None, "has no Drumline record"),
     ],
 )
 def test_a_file_whose_record_was_changed_is_rejected(
@@ -263,7 +263,7 @@ def test_a_file_whose_record_was_changed_is_rejected(
 ) -> None:
     model = onnx.load(str(onnx_file))
     assert main(["eval", str(onnx_file)]) == 2
-    assert "is an exported file, which eval does not score" in capsys.readouterr().err
+    assert "is an exported file, which eval cannot score" in capsys.readouterr().err
     (entry,) = (each for each in model.metadata_props if each.key == KEY)
     text = change(entry.value)
     if text is None:
@@ -288,7 +288,7 @@ def test_archives_without_a_record_and_damaged_ones_are_rejected(tmp_path: Path)
     program = torch.jit.trace(torch.nn.Identity(), torch.zeros(1))
     torch.jit.save(program, str(tmp_path / "plain.pt"))
     assert exported_format(tmp_path / "plain.pt") == "torchscript"
-    with pytest.raises(UserError, match="no record of drumline"):
+    with pytest.raises(UserError, match="no Drumline record"):
         load_model(tmp_path / "plain.pt", trust=True)
     torch.save({"a": torch.zeros(1)}, tmp_path / "weights.pt")
     assert exported_format(tmp_path / "weights.pt") is None, "weights are weights"
@@ -297,7 +297,7 @@ def test_archives_without_a_record_and_damaged_ones_are_rejected(tmp_path: Path)
         load_model(tmp_path / "no.onnx")
     with zipfile.ZipFile(tmp_path / "half.pt2", "w") as archive:
         archive.writestr("half/archive_format", "pt2")
-    with pytest.raises(UserError, match="no record of drumline"):
+    with pytest.raises(UserError, match="no Drumline record"):
         load_model(tmp_path / "half.pt2", trust=True)
 
 
@@ -306,7 +306,7 @@ def test_what_cannot_be_exported_is_an_error_before_any_work(
 ) -> None:
     model = weights(tmp_path, "resnet8")
     for options, message in (
-        ({"format": "onnx", "out": tmp_path / "a.pt"}, r"a file of --format onnx ends in \.onnx"),
+        ({"format": "onnx", "out": tmp_path / "a.pt"}, r"--format onnx needs the extension \.onnx"),
         ({"format": "onnx", "out": tmp_path / "no" / "a.onnx"}, "cannot be written"),
         ({"format": "safetensors", "out": model}, "is the model itself"),
         ({"format": "pt2", "how": "script", "out": tmp_path / "a.pt2"}, "--how script has no effect"),
@@ -319,7 +319,7 @@ def test_what_cannot_be_exported_is_an_error_before_any_work(
     with pytest.raises(UserError, match="there is no no-such-compiler"):
         export_model(model, "aoti", tmp_path / "a.pt2")
     (tmp_path / "b.onnx").write_bytes(b"")
-    with pytest.raises(UserError, match="is an exported file already"):
+    with pytest.raises(UserError, match="is already an exported file"):
         export_model(tmp_path / "b.onnx", "pt2", tmp_path / "a.pt2")
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -363,7 +363,7 @@ def test_a_run_is_exported_with_its_own_images_and_its_averaged_weights(
     assert not torch.equal(best, trained)
     for wrong, message in (
         ([], "export needs a format"),
-        (["--out", "a.pt3"], "'.pt3' names none"),
+        (["--out", "a.pt3"], "'.pt3' is not the extension of one"),
         (["--out", "a.pt", "--samples", "0"], "--samples 0"),
     ):
         capsys.readouterr()

@@ -89,7 +89,7 @@ def test_a_record_that_was_changed_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the record was changed or damaged") as caught:
         read_record(text, tmp_path / "a.onnx", "onnx")
     assert caught.value.code == "bad-record"
-    with pytest.raises(UserError, match="no record of drumline") as caught:
+    with pytest.raises(UserError, match="no Drumline record") as caught:
         read_record(None, tmp_path / "a.onnx", "onnx")
     assert caught.value.code == "no-record"
 

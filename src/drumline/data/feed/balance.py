@@ -1,10 +1,9 @@
 """Class-balanced sampling: which samples an epoch draws, and how often. Pure functions of numbers.
 
-Promises: what an epoch draws is a function of (seed, epoch, labels) alone. In every epoch a class is drawn as often
-as its share says, rounded up or down, and the classes together fill the epoch exactly; which classes are rounded up
-rotates with the epoch, so that none is left out for good. The samples of a class take turns in a fixed random order:
-within an epoch, and over all epochs so far, the numbers of times that any two of them were drawn differ by at most
-one.
+Promises: the samples of an epoch are a function of (seed, epoch, labels) alone. In every epoch, the number of draws
+of a class is its share, rounded up or down, and the classes together fill the epoch exactly. Which classes are
+rounded up rotates with the epoch, so no class is always left out. The samples of a class take turns in a fixed random
+order: within an epoch, and over all epochs so far, the draws of any two of them differ by at most one.
 
 With n samples in a class, `balanced` gives every class the same share and `sqrt` a share proportional to the square
 root of n. Classes without samples have none.
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int64]
 Balance = Literal["none", "balanced", "sqrt"]
 IMBALANCED = 10
-"""A training set whose largest class has this many times the samples of its smallest is worth a line in the log."""
+"""If the largest class has at least this many times the samples of the smallest, the log reports an imbalance."""
 _FRACTION_BITS = 32
 _GOLDEN = 0x9E3779B9
 """2^32 divided by the golden ratio: its multiples modulo 2^32 are spread evenly."""
@@ -45,7 +44,7 @@ class ClassShares:
     members: Ids
     """All sample ids, class by class, each class in the order in which its samples take turns."""
     starts: Ids
-    """Where each class begins in `members`, and the end."""
+    """The start of each class in `members`, and the end."""
     whole: Ids
     """Draws up to and including each class in an epoch: the whole part of the cumulative share..."""
     fraction: NDArray[np.uint64]
@@ -58,7 +57,7 @@ class ClassShares:
         keys = _keys(seed, 0, np.arange(len(labels)), Purpose.BALANCE)
         sizes = np.bincount(labels)
         weights = np.cumsum(class_weights(sizes, balance), dtype=np.int64).tolist()
-        # Exact integers: the sizes of an epoch must not depend on how a machine rounds.
+        # Exact integers: the counts of an epoch must not depend on how a machine rounds.
         cuts = [(weight * draws << _FRACTION_BITS) // weights[-1] for weight in weights]
         return ClassShares(
             members=np.lexsort((keys, labels)).astype(np.int64),
@@ -127,15 +126,17 @@ def loss_weights(
         weights = np.array([named.get(name, 1.0) for name in names])
     mean = float((weights * drawn).sum() / drawn.sum())
     if mean == 0:
-        raise UserError("train.class_weights: every class in the data has weight 0", "give one of them more")
+        raise UserError(
+            "train.class_weights: every class in the data has weight 0", "give one a weight above 0"
+        )
     return weights / mean
 
 
 def describe_sampling(
     dataset: Dataset, balance: Balance, batch: int, weights: NDArray[np.float64] | None
 ) -> list[str]:
-    """Lines for the log: what sampling and weights do to the largest and the smallest class, or that the classes are
-    imbalanced and nothing is done about it."""
+    """Lines for the log: how sampling and weights treat the largest and the smallest class, or that the classes are
+    imbalanced and neither is set."""
     sizes = np.bincount(dataset.labels)
     most = int(sizes.argmax())
     least = int(np.where(sizes > 0, sizes, sizes.max() + 1).argmin())

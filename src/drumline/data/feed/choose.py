@@ -85,7 +85,7 @@ def choose_workers(
             return _rate(lambda: len(next(feed).labels), ahead=READ_AHEAD + MADE_AHEAD + READY)
 
     if transform.own and device.type == "cuda":
-        decode, on_cpu_why = "cpu", "; JPEGs on the CPU, where data.transform is called"
+        decode, on_cpu_why = "cpu", "; JPEGs on the CPU, because data.transform runs there"
     else:
         on_cpu_why = ""
     workers, figures = LoaderWorkers("threads", count), ""

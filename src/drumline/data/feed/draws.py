@@ -21,8 +21,8 @@ _ROUNDS = 10
 
 
 KEY_BITS = 32
-"""A sample id has fewer bits. Where an epoch draws a sample several times, the number of its earlier draws stands
-above them, so that each draw has random numbers of its own and the first one those of a plain epoch."""
+"""A sample id has fewer bits. If an epoch draws a sample several times, the number of earlier draws is stored in the
+bits above, so each draw has its own random numbers, and the first draw has those of a plain epoch."""
 
 
 class Purpose(IntEnum):

@@ -78,7 +78,7 @@ def batches(
     fraction = GpuFraction() if workers.decode == "both" and device.type == "cuda" else None
     asked = _FeedArguments(spec, dataset, transform, seed, requests, workers, fraction)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
-    # On a CPU, a plain array batch is made faster than it could be handed to another thread.
+    # On a CPU, making a plain array batch is faster than handing it to another thread.
     slow = isinstance(dataset, EncodedDataset) or transform.own or device.type == "cuda"
     running_ahead = prefetch(made, READY) if slow else made
     with closing(running_ahead) as feed:

@@ -119,13 +119,13 @@ def open_feed(
             "shift" for other arrays.
         hflip: Probability of a horizontal flip. "auto": 0.5 for "shift-flip" and "crop-flip", otherwise 0.
         vflip: Probability of a vertical flip.
-        rotation: Greatest random rotation either way, in degrees.
-        crop_scale: Least and greatest area of the crops of "crop-flip", as fractions of the image's.
+        rotation: Maximum random rotation in either direction, in degrees.
+        crop_scale: Minimum and maximum area of the crops of "crop-flip", as fractions of the image's.
         jitter: Strengths of brightness, contrast, saturation and hue, such as (0.4, 0.4, 0.4, 0.1).
         randaugment: Operations per sample, and their magnitude, such as (2, 9).
         erasing: Probability that a rectangle of a training image is replaced by the mean colour.
         transform: Your own augmentation as "package.module:function", called as `function(image, rng)` for each
-            training image: a uint8 array (height, width, channels) and a NumPy generator of its own.
+            training image with a uint8 array (height, width, channels) and its own NumPy generator.
         labels: A .csv, .tsv or .parquet file with the columns path, label and split; see data.labels.
         holdout, folds, fold, split_seed: How to set samples aside for evaluation, for data without an evaluation
             split. Pass the same values with `train=True` and `train=False`.
@@ -270,7 +270,7 @@ class Feed:
             raise UserError(
                 f"start = {start} is not a whole number of batches of {self._plan.batch}, and with balance the order "
                 "of an epoch depends on the batch",
-                "continue with the batch of the feed that gave this position",
+                "continue with the same batch as the feed that this position is from",
             )
         if (epoch, start) != (self._epoch, self._position):
             _close_all(self._open)

@@ -1,10 +1,10 @@
 """A user's own augmentation: `data.transform=package.module:function`, called once for each training sample.
 
-It is called as `function(image, rng)` after crop and horizontal flip: a uint8 array of height x width x channels, and
-a NumPy generator that is keyed by (seed, epoch, sample id). It returns an array of the same shape and type. Promises:
-the result does not depend on workers, ranks or the batch, as long as the function draws from its generator alone,
-which `unrepeatable` checks on the first samples. A wrong result or an exception is a `UserError` that names the
-sample: broken files are replaced, broken code is not.
+It is called as `function(image, rng)` after crop and horizontal flip, with a uint8 array of height x width x channels
+and a NumPy generator that is keyed by (seed, epoch, sample id). It returns an array of the same shape and type.
+Promises: the result does not depend on workers, ranks or the batch, as long as the function draws only from its
+generator, which `unrepeatable` checks on the first samples. A wrong result or an exception is a `UserError` that
+names the sample. Unlike a broken file, the sample is not replaced.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def transform_images(
     request: Request,
     spread: Callable[..., Any] = map,
 ) -> None:
-    """Applies the user's function in place to the rows of a batch. `spread` maps it over them, perhaps in threads."""
+    """Applies the user's function in place to each row of a batch. `spread` maps it over them, e.g. in threads."""
     if not transform.own:
         return
     function = load_transform(transform.own)
@@ -74,8 +74,8 @@ def transform_images(
 
 
 def unrepeatable(images: Images, dataset: Dataset, transform: Transform, seed: int, request: Request) -> str:
-    """Why the function's result is not determined by the image and its generator; empty if it seems to be. Tries it
-    on a few images that it has not seen."""
+    """Why the function's result does not depend only on the image and its generator; empty if it seems to. Tries the
+    function on a few untransformed images."""
     function = load_transform(transform.own)
     for image, sample in zip(images[:PROBED], request.samples.tolist(), strict=False):
 
@@ -89,7 +89,7 @@ def unrepeatable(images: Images, dataset: Dataset, transform: Transform, seed: i
             return f"it draws from {' and '.join(drawn)}"
         with _undisturbed():
             if not np.array_equal(first, made()):
-                return "called twice with the same image and generator, it gives different pixels"
+                return "two calls with the same image and generator return different pixels"
     return ""
 
 
@@ -122,14 +122,14 @@ def _result(
         )
         raise UserError(
             f"{title}: returned a {kind} for {where}",
-            fix=f"return a uint8 NumPy array of the shape of its image, {shape}; Drumline normalises it later",
+            fix=f"return a uint8 NumPy array of the image's shape, {shape}; Drumline normalises it later",
         )
     return found
 
 
 @contextmanager
 def _undisturbed() -> Iterator[list[str]]:
-    """Restores the generators that a whole process shares. Afterwards the list names those that were used."""
+    """Restores the global random generators. Afterwards, the list names those that were used."""
     used: list[str] = []
     names = ("Python's `random`", "`numpy.random`", "torch's generator")
 

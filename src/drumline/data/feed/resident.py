@@ -29,8 +29,8 @@ UPLOAD_BYTES = 1 << 26
 
 
 def fits_on_device(dataset: Dataset, transform: Transform, device: torch.device) -> bool:
-    """Whether the dataset can be resident: images of one size, no resizing crops, no function of the user's (which
-    runs on the host), at most a tenth of the free memory."""
+    """Whether the dataset can be resident: images of one size, no resizing crops, no data.transform (which runs on
+    the host), at most a tenth of the free memory."""
     if not isinstance(dataset, ArrayDataset) or transform.augment == "crop-flip" or transform.own:
         return False
     if device.type != "cuda":

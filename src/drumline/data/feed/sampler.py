@@ -33,7 +33,7 @@ class Request:
 
     @property
     def keys(self) -> Ids:
-        """What random numbers are keyed by: the sample ids; a repeated draw of a sample has a key of its own."""
+        """The keys of random numbers: the sample ids; each repeated draw of a sample has its own key."""
         return self.samples if self.repeats is None else self.samples | self.repeats << KEY_BITS
 
 
@@ -87,7 +87,7 @@ def training_requests(
 def batch_part(
     seed: int, epoch: int, samples: int, batch: slice, local: slice, shares: ClassShares | None = None
 ) -> Request:
-    """A rank's slice of a batch, which is given by its positions in the epoch."""
+    """A rank's slice of a batch, given by its positions in the epoch."""
     if shares is None:
         return Request(epoch, epoch_order(seed, epoch, samples)[batch][local])
     ids, repeats = shares.order(epoch)

@@ -46,7 +46,7 @@ class Transform:
     hflip: float | Literal["auto"] = "auto"
     """Probability that an image is mirrored. `auto`: a half if `augment` flips."""
     crop_scale: tuple[float, float] = FULL_SCALE
-    """Least and greatest area of the crops of `crop-flip`."""
+    """Minimum and maximum area of the crops of `crop-flip`."""
     eval_crop: float = 0.875
     exif: Literal["ignore", "apply"] = "ignore"
     mixup: float = 0.0
@@ -106,7 +106,7 @@ class Transform:
 
 def make_transform(data: Data, dataset: Dataset, mean: tuple[float, ...], training: bool = True) -> Transform:
     """The training transform that a recipe asks for, with each `auto` resolved by the dataset. `mean`: the colour of
-    erased boxes. Unless it is for `training`, it has no code of the user's, and fields that have no effect on this
+    erased boxes. Unless it is for `training`, it has no user code, and fields that have no effect on this
     data are accepted."""
     augment = _augment(data, dataset)
     if training and data.crop_scale != FULL_SCALE and augment != "crop-flip":

@@ -59,7 +59,7 @@ class Augmentation:
     vflip: float = 0.0
     """Probability of a vertical flip."""
     rotation: float = 0.0
-    """Degrees of the greatest rotation either way."""
+    """Maximum rotation in either direction, in degrees."""
     jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strengths of brightness, contrast, saturation and hue as in torchvision's ColorJitter; 0 leaves one out."""
     randaugment: tuple[int, int] = (0, 0)

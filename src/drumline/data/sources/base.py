@@ -42,30 +42,30 @@ class DatasetSpec:
     whole: bool = False
     """Use every sample if the data does not have both splits, as `drumline eval` does."""
     labels: str = ""
-    """A file that names the images, their labels and splits."""
+    """A file with the paths, labels and splits of the images."""
     folds: int = 0
     """Folds of a cross-validation, instead of `holdout`; fold number `fold` is for evaluation."""
     fold: int = 0
     split_seed: int = 0
-    """Which of the possible divisions `holdout` and `folds` make."""
+    """Seed of the division by `holdout` or `folds`."""
 
     @property
     def divides(self) -> bool:
-        """Whether evaluation samples are to be taken from the training samples."""
+        """Whether to take evaluation samples from the training samples."""
         return self.holdout > 0 or self.folds > 0
 
 
 class Fault(NamedTuple):
-    """One kind of thing that is wrong, or worth knowing, in a data set."""
+    """One kind of problem or remark about a data set."""
 
     kind: str
     """For `drumline verify`."""
     what: str
     """What the items are: "files that do not exist"."""
     items: Sequence[tuple[str, str]]
-    """Where, and what there: `a.jpg`, `is in no row`."""
+    """Where, and what: `a.jpg`, `is in no row`."""
     number: int = 0
-    """How many there are, if one item stands for several."""
+    """The count, if one item stands for several."""
 
     def __str__(self) -> str:
         shown = ", ".join(
@@ -77,13 +77,13 @@ class Fault(NamedTuple):
 
 
 class FaultyData(UserError):
-    """Data that cannot be used, with everything that is wrong in it."""
+    """Data that cannot be used, with all its faults."""
 
     faults: tuple[Fault, ...] = ()
 
     @staticmethod
     def of(where: str, faults: Sequence[Fault], remarks: Sequence[Fault] = ()) -> FaultyData:
-        """The error about these faults. `remarks` are for `drumline verify` only."""
+        """The error about these faults. `remarks` are only for `drumline verify`."""
         fix = "correct these; `drumline verify` lists all of them"
         error = FaultyData(f"{where} cannot be used: {'; '.join(map(str, faults))}", fix, "faulty-data")
         error.faults = (*faults, *remarks)
@@ -140,7 +140,7 @@ class EncodedDataset(ABC):
     skipped: Mapping[str, int] = MappingProxyType({})
     """How many files are not images, by extension."""
     remarks: Sequence[Fault] = ()
-    """What else was left out or looks odd."""
+    """Remarks about files that were left out or look suspicious."""
 
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
         assert labels.dtype == np.int64, labels.dtype

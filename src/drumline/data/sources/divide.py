@@ -22,8 +22,8 @@ def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int
         ids = np.flatnonzero((numbers == spec.fold) == (spec.split == "eval")).astype(np.int64)
         if len(ids) == 0:
             raise UserError(
-                f"{where}: data.folds = {spec.folds} divides only {len(labels)} samples",
-                fix=f"give at most {len(labels)}",
+                f"{where}: data.folds = {spec.folds}, but there are only {len(labels)} samples",
+                fix=f"set data.folds to at most {len(labels)}",
             )
         return ids
     if spec.holdout == 0:
@@ -31,8 +31,8 @@ def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int
             return np.arange(len(labels), dtype=np.int64)
         raise NoEvalSplit(
             f"{where} has no evaluation split, and data.holdout is 0",
-            fix="add --data.holdout 0.1 to set a tenth aside (--data.folds 5: a fifth, for a cross-validation), or "
-            "give the data an evaluation split",
+            fix="add --data.holdout 0.1 to set a tenth aside (for a cross-validation, --data.folds 5), or give the "
+            "data an evaluation split",
         )
     mask = holdout_mask(labels, spec.holdout, spec.split_seed)
     ids = np.flatnonzero(mask if spec.split == "eval" else ~mask).astype(np.int64)
@@ -59,8 +59,8 @@ def holdout_mask(labels: Labels, fraction: float, seed: int = 0) -> NDArray[np.b
 
     The rule: within each class of n samples, those with the n x fraction (rounded half up) smallest hashes of
     their position; at least one and at most n - 1, so a class of two or more is in both splits and a class
-    of one only in training. A hash rather than every k-th sample, because file names often repeat with a period
-    (views of an object, frames of a clip), and a regular choice would take the same view each time.
+    of one is only in training. A hash is used rather than every k-th sample, because file names often repeat with a
+    period (views of an object, frames of a clip), and a regular choice would take the same view each time.
     """
     assert 0 < fraction < 1, fraction
     labels = np.asarray(labels, dtype=np.int64)
@@ -76,8 +76,8 @@ def holdout_mask(labels: Labels, fraction: float, seed: int = 0) -> NDArray[np.b
 
 
 def fold_numbers(labels: Labels, folds: int, seed: int = 0) -> NDArray[np.int64]:
-    """The fold of each sample: within each class in the order of a hash of the position, in turn. The turns continue
-    from class to class, so folds differ by at most one sample, in each class and in all."""
+    """The fold of each sample. Samples are dealt to the folds in turn: class by class, and within a class in the
+    order of a hash of the position. So folds differ by at most one sample, in each class and overall."""
     labels = np.asarray(labels, dtype=np.int64)
     order = np.lexsort((_hash(_positions(len(labels), seed)), labels))
     numbers = np.empty(len(labels), np.int64)
@@ -86,7 +86,7 @@ def fold_numbers(labels: Labels, folds: int, seed: int = 0) -> NDArray[np.int64]
 
 
 def _positions(count: int, seed: int) -> NDArray[np.uint64]:
-    """What is hashed for each sample; for seed 0 its position."""
+    """The input of the hash for each sample; for seed 0, its position."""
     start = _hash(np.array([seed], np.uint64))[0] if seed else np.uint64(0)
     return np.arange(count, dtype=np.uint64) + start
 

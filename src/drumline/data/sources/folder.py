@@ -36,9 +36,9 @@ SPLIT_LIKE = ("train", "training", *EVAL_FOLDERS, "testing", "eval", "dev")
 
 
 class FolderDataset(EncodedDataset):
-    """Files on disk, as class folders or a label file name them. Holds one block of file names, not a million
-    strings: 1.28 million files take about 50 MB. Each process that reads it scans the folders itself, some 1.4 s for
-    as many."""
+    """Files on disk, from class folders or a label file. Holds one block of file names, not a million strings: 1.28
+    million files take about 50 MB. Each process that reads it scans the folders itself, which takes some 1.4 s for as
+    many."""
 
     def __init__(
         self,

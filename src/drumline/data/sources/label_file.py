@@ -1,8 +1,8 @@
 """Label files: a CSV, TSV or Parquet table that names the images of a data set, their classes and their splits.
 
-Promises: columns are found by their names, in any order; other columns are ignored. Quotes, a byte-order mark, CRLF
-and the separators comma, semicolon and tab are understood. What is unclear (two columns that may be the labels, a row
-with too few fields, an unknown encoding) is rejected with the line and the fix, never guessed.
+Promises: columns are found by name, in any order; other columns are ignored. Quotes, a byte-order mark, CRLF and the
+separators comma, semicolon and tab are supported. Ambiguity (two columns that may be the labels, a row with too few
+fields, an unknown encoding) is rejected with the line and the fix, never guessed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PATH = (
 )  # fmt: skip
 LABEL = ("label", "class", "target", "category", "class_name", "classname", "label_name")
 SPLIT = ("split", "subset", "set", "partition")
-"""Names of the columns. The first of each is its own; the others are understood if only one of them is there."""
+"""Names of the columns. The first of each is preferred; the others are accepted if only one of them exists."""
 _SEPARATORS = (",", ";", "\t")
 
 
 class Row(NamedTuple):
-    """A row as it is written. `line` is its line, or in a Parquet file its row, counted from 1."""
+    """A row of the file. `line` is its line, or in a Parquet file its row, counted from 1."""
 
     line: int
     path: str
@@ -57,7 +57,8 @@ def read_label_file(file: Path) -> LabelFile:
         return _parquet(file, data)
     if file.suffix.lower() not in ENDINGS:
         raise UserError(
-            f"{file} is not a label file by its name", fix=f"give a file that ends in {', '.join(ENDINGS)}"
+            f"{file} does not have the extension of a label file",
+            fix=f"give a file that ends in {', '.join(ENDINGS)}",
         )
     return _text(file, data)
 
@@ -94,8 +95,8 @@ def _text(file: Path, data: bytes) -> LabelFile:
             rows.append(Row(reader.line_num, path, label, split))
     except csv.Error as error:
         raise UserError(
-            f"{file}, line {reader.line_num}: is not as CSV is written: {error}",
-            fix='a value with quotes in it is written as "a ""quoted"" word"',
+            f"{file}, line {reader.line_num}: is not valid CSV: {error}",
+            fix='write a value that contains quotes as "a ""quoted"" word"',
         ) from error
     return _with_rows(rows, columns[2] is not None, file)
 
@@ -107,7 +108,7 @@ def _parquet(file: Path, data: bytes) -> LabelFile:
     except ImportError as error:
         raise UserError(
             f"{file} is a Parquet file, which needs pyarrow",
-            fix="pip install pyarrow; or write a CSV where pyarrow is: "
+            fix="pip install pyarrow, or convert the file to CSV where pyarrow is installed: "
             f"pandas.read_parquet({file.name!r}).to_csv({file.stem + '.csv'!r}, index=False)",
         ) from error
     try:
@@ -137,7 +138,7 @@ def _with_rows(rows: list[Row], has_splits: bool, file: Path) -> LabelFile:
 
 
 def _columns(header: Sequence[str], file: Path) -> tuple[int, int, int | None]:
-    """Where the paths, the labels and the splits are."""
+    """The columns of the paths, the labels and the splits."""
     names = [name.strip().lower().replace(" ", "_").replace("-", "_") for name in header]
     path, label = (_column(names, known, file) for known in (PATH, LABEL))
     if path is None or label is None:
@@ -151,7 +152,7 @@ def _columns(header: Sequence[str], file: Path) -> tuple[int, int, int | None]:
 
 
 def _column(names: list[str], known: tuple[str, ...], file: Path) -> int | None:
-    """The column with the first of the known names, or the only one with any of the others."""
+    """The column with the preferred name, or the only column with one of the other known names."""
     found = [at for at, name in enumerate(names) if name in known]
     own = [at for at in found if names[at] == known[0]]
     if len(own) == 1 or len(found) <= 1:
@@ -159,5 +160,5 @@ def _column(names: list[str], known: tuple[str, ...], file: Path) -> int | None:
     some = " and ".join(f"'{names[at]}'" for at in (own or found)[:3])
     raise UserError(
         f"{file} has several columns that may be the {known[0]}: {some}",
-        fix=f"rename the right one to {known[0]}, and leave only one of that name",
+        fix=f"rename the right one to {known[0]}, and keep only one of that name",
     )

@@ -1,10 +1,10 @@
 """Image files that a label file names (`data.labels`): a CSV, TSV or Parquet table of paths, labels and splits.
 
-Promises: classes are sorted by name, or by value where all labels are whole numbers; samples are sorted by class,
-folder and file name. So the order of the rows means nothing, and a file that lists class folders gives the ids and
-labels of the folder source. Nothing is dropped in silence: files that do not exist, images with two labels or in two
-splits, empty labels, unknown splits and evaluation classes without training samples are rejected, all at once;
-repeated rows, rows of an unused split and images that no row names are reported.
+Promises: classes are sorted by name, or by value if all labels are whole numbers; samples are sorted by class, folder
+and file name. The order of the rows therefore does not matter, and a file that lists class folders gives the ids and
+labels of the folder source. Nothing is dropped silently: files that do not exist, images with two labels or in two
+splits, empty labels, unknown splits and evaluation classes without training samples are rejected, all in one error;
+repeated rows, rows of an unused split and images without a row are reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "eval", "evaluation", "dev"), VAL),
     **dict.fromkeys(("test", "testing"), TEST),
 }
-"""The values of a split column, in any case. Evaluation uses val; test only if no row is val."""
+"""The values of a split column, in any case. Evaluation uses val, or test if there are no val rows."""
 _WHOLE = re.compile(r"[+-]?\d+(\.0+)?")
 
 
@@ -55,8 +55,8 @@ def open_labels(spec: DatasetSpec) -> FolderDataset:
 
 
 def places(spec: DatasetSpec) -> tuple[Path, Path]:
-    """The label file, and the folder that its relative paths start from: data.path, or the file's own folder. The
-    folder is absolute, because rows may be absolute too, or lead out of it."""
+    """The label file, and the folder that its paths are relative to: data.path, or the file's own folder. The folder
+    is absolute, because rows may be absolute, too, or lead out of it."""
     file, root = _places(spec)
     return file, Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
 
@@ -71,7 +71,7 @@ def _places(spec: DatasetSpec) -> tuple[Path, Path]:
     if not path.is_dir():
         raise UserError(
             f"data.path {spec.path} is not a folder, but data.labels is set",
-            fix="give the folder that the paths in the label file start from",
+            fix="give the folder that the paths in the label file are relative to",
         )
     if not file.exists() and (path / file).is_file():
         raise UserError(
@@ -124,19 +124,19 @@ class _Table:
         faults.append(
             Fault(
                 "unknown-class",
-                "classes with evaluation rows but no training row",
+                "classes with evaluation rows but no training rows",
                 [(str(file), f"{name!r} (rows: {count:,})") for name, count in sorted(strange.items())],
             )
         )
         self._label_of = {name: number for number, each in enumerate(self.classes) for name in mapped[each]}
         dropped = self._lines(
-            "repeated-row", "rows that repeat an image of another row and were dropped", repeated
+            "repeated-row", "rows that repeat the image of an earlier row, dropped", repeated
         )
         if faults := [fault for fault in faults if fault.items]:
             raise FaultyData.of(str(file), faults, [dropped])
         self.remarks = (
             dropped,
-            self._lines("left-out", "rows of the split test, left out because there are val rows", unused),
+            self._lines("left-out", "rows with the split test, left out because there are val rows", unused),
             self._unlisted(unused),
         )
 
@@ -144,14 +144,14 @@ class _Table:
         """The samples of the spec's split."""
         train, evaluation = self.images[TRAIN], self.images[VAL]
         if not train and not spec.whole:
-            raise NoTrainSplit(f"{self.file} has no rows of the split train", fix="add training rows")
+            raise NoTrainSplit(f"{self.file} has no rows with the split train", fix="add training rows")
         if evaluation:
             reject_holdout(spec, str(self.file))
             return self._made(evaluation if spec.split == "eval" or not train else train, None)
         if spec.whole and self.has_splits:
             raise NoEvalSplit(
-                f"{self.file} has rows of the split train only",
-                fix="name the rows to score val, or remove the split column to score all of them",
+                f"{self.file} has only rows with the split train",
+                fix="set the split of the rows to score to val, or remove the split column to score all rows",
             )
         return self._made(train, spec)
 
@@ -183,7 +183,7 @@ class _Table:
     def _resolve(
         self, rows: dict[str, list[Row]]
     ) -> tuple[dict[str, list[_Image]], list[tuple[Row, str]], list[Fault]]:
-        """The images of each split; rows that repeat one; and what is wrong."""
+        """The images of each split, rows that repeat an image, and faults."""
         images: dict[str, list[_Image]] = {TRAIN: [], VAL: []}
         seen: dict[tuple[str, str], tuple[str, Row]] = {}
         repeated: list[tuple[Row, str]] = []
@@ -210,7 +210,7 @@ class _Table:
                 elif first_split != split:
                     two_splits.append((where, f"is in both: lines {first.line} and {row.line}"))
                 else:
-                    repeated.append((row, f"as line {first.line}"))
+                    repeated.append((row, f"same as line {first.line}"))
         faults = [
             Fault("missing", "files that do not exist", missing),
             Fault("ambiguous", "paths without an extension that may be several files", unclear),
@@ -230,8 +230,8 @@ class _Table:
         return self._listings[folder]
 
     def _unlisted(self, unused: list[tuple[Row, str]]) -> Fault:
-        """Images that no row names, in the folders of the rows and, where data.path names the folder of the images,
-        in those below the folder that they have in common."""
+        """Images without a row, in the folders of the rows and, if data.path is the folder of the images, in all
+        folders below the common parent of these."""
         named: dict[str, set[str]] = {}
         for image in (image for part in self.images.values() for image in part):
             named.setdefault(image.folder, set()).add(image.name)
@@ -247,7 +247,7 @@ class _Table:
             if rest := self._listing(folder).images() - named.get(folder, set()):
                 items.append((folder, f"({len(rest):,}, such as {min(rest)})"))
                 count += len(rest)
-        return Fault("unlisted", "images in no row", items, count)
+        return Fault("unlisted", "images without a row", items, count)
 
 
 class _Listing:
@@ -269,7 +269,7 @@ class _Listing:
         return {name for name in self.names if name.lower().endswith(EXTENSIONS) and not name.startswith(".")}
 
     def find(self, wanted: str) -> list[str]:
-        """The file of that name, or those whose name it is without the extension."""
+        """The file of that name, or the files that have it as their name without the extension."""
         if wanted in self.names:
             return [wanted]
         if self._stems is None:
@@ -282,7 +282,7 @@ class _Listing:
 def _by_split(
     content: LabelFile,
 ) -> tuple[dict[str, list[Row]], list[tuple[Row, str]], list[tuple[Row, str]]]:
-    """The training and evaluation rows, those with an unknown split, and those that are left out."""
+    """The training and evaluation rows, rows with an unknown split, and rows that are left out."""
     if not content.has_splits:
         return {TRAIN: content.rows, VAL: []}, [], []
     rows: dict[str, list[Row]] = {TRAIN: [], VAL: [], TEST: []}
@@ -300,8 +300,8 @@ def _by_split(
 
 
 def _class_names(labels: set[str]) -> tuple[tuple[str, ...], dict[str, list[str]], list[str]]:
-    """Class names in their order, the labels of each, and numbers that are written in two ways. `3.0` is 3, as
-    spreadsheets write it; `007` keeps its zeros."""
+    """Class names in order, the labels of each, and numbers that are written in two ways. `3.0`, as spreadsheets
+    write it, is 3; `007` keeps its zeros."""
     if not labels or not all(_WHOLE.fullmatch(label) for label in labels):
         return tuple(sorted(labels)), {label: [label] for label in labels}, []
     mapped: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Image files below a folder, whatever the folders mean: what `drumline verify` checks if the data does not open."""
+"""All image files below a folder, for `drumline verify` if the data set does not open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drumline.data.sources.folder import EXTENSIONS
 
 
 class LooseFiles(EncodedDataset):
-    """All files below a folder that are images by their names, whatever the folders mean, sorted by path."""
+    """All files below a folder with an image extension, sorted by path."""
 
     def __init__(self, root: Path) -> None:
         self.unreadable: list[tuple[str, str]] = []
@@ -24,7 +24,7 @@ class LooseFiles(EncodedDataset):
 
         for folder, folders, files in os.walk(root, onerror=note, followlinks=True):
             status = os.stat(folder)  # noqa: PTH116 (os.walk gives strings)
-            if (status.st_dev, status.st_ino) in seen:  # a link back to a folder that was walked
+            if (status.st_dev, status.st_ino) in seen:  # a link back to a folder that has been visited
                 folders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))

@@ -1,10 +1,10 @@
-"""WebDataset shards: uncompressed tars with groups of members of one key, `KEY.jpg` with `KEY.cls` or `KEY.json`.
+"""WebDataset shards: uncompressed tars in which members share a key, `KEY.jpg` with `KEY.cls` or `KEY.json`.
 
-Promises: shards are indexed, not streamed, so any sample can be read at any time and the order of an epoch is that
-of every other source. Sample ids follow the names of the shards and the order of the members. A key ends at the first
-dot of a file's name. An image without a label, or a label without an image, is left out and reported. A key that
-repeats in a shard, a label that cannot be read, and a shard of a pattern that does not exist are rejected. Nothing is
-written to disk.
+Promises: shards are indexed, not streamed, so any sample can be read at any time, and epochs are ordered as for every
+other source. Sample ids follow the names of the shards and the order of the members. A key ends at the first dot of a
+file's name. An image without a label, or a label without an image, is left out and reported. A key that repeats in a
+shard, a label that cannot be read, and a shard of a pattern that does not exist are rejected. Nothing is written to
+disk.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from drumline.data.sources.packed import MANY_SHARDS
 from drumline.data.sources.tar import Member, is_tar, members, open_archive
 
 CLASS_NAMES = ("classnames.txt", "classes.txt")
-"""Files beside the shards that name the classes, one per line, in the order of their numbers."""
+"""Files next to the shards that name the classes, one per line, in the order of their numbers."""
 LABEL_KEYS = ("label", "cls", "class", "target", "class_id", "label_name", "class_name")
-"""Where a label may be in a .json member, in this order."""
+"""Keys of the label in a .json member, in order of precedence."""
 LARGEST_LABEL = 1 << 20
-"""Bytes of a .cls or .json member."""
+"""Maximum bytes of a .cls or .json member."""
 _PEEKED = 256
-"""Members by which a tar is recognised."""
+"""Number of members that are read to recognise a tar."""
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -87,12 +87,12 @@ def expand(pattern: str) -> list[str]:
 
 
 def open_webdataset(spec: DatasetSpec) -> WebDatasetFiles:
-    """The samples of a split: by `train`, `val` or `test` in names of shards, or divided by `holdout` or `folds`."""
+    """The samples of a split: by `train`, `val` or `test` in shard names, or divided by `holdout` or `folds`."""
     where = Path(spec.path).expanduser()
     shards, remarks = _shards(spec.path)
     train, evaluation = shards.get(TRAIN, []), shards.get(VAL, [])
     if not train and not spec.whole:
-        raise NoTrainSplit(f"{where} has no shards of the split train", fix="name them train-000000.tar, ...")
+        raise NoTrainSplit(f"{where} has no training shards", fix="name them train-000000.tar, ...")
     # The classes are those of the training shards.
     known = _index_of(train or evaluation, where)
     chosen = _index_of(evaluation, where) if evaluation and (spec.split == "eval" or not train) else known
@@ -103,7 +103,7 @@ def open_webdataset(spec: DatasetSpec) -> WebDatasetFiles:
         reject_holdout(spec, str(where))
     elif spec.whole and where.is_dir() and None not in {split for _, split in _in_folder(where)}:
         raise NoEvalSplit(
-            f"{where} has shards of the split train only",
+            f"{where} has only training shards",
             fix=f"give the shards to score by name, for example data.path={train[0]}",
         )
     else:
@@ -114,8 +114,8 @@ def open_webdataset(spec: DatasetSpec) -> WebDatasetFiles:
 
 
 class WebDatasetFiles(MappedFiles):
-    """The images of shards. Finding them takes a pass over all headers in each process that opens them;
-    `drumline pack` makes a set that opens at once."""
+    """The images of shards. Each process that opens them reads all headers; `drumline pack` makes a set that opens at
+    once."""
 
     def __init__(
         self, index: _Index, labels: Labels, classes: tuple[str, ...], rows: NDArray[np.int64]
@@ -149,18 +149,18 @@ class WebDatasetFiles(MappedFiles):
 
 @dataclass(frozen=True)
 class _Index:
-    """Where the samples of some shards are, and what is odd about their members."""
+    """The locations of the samples in some shards, and remarks about their members."""
 
     files: list[Path]
     places: NDArray[np.int64]
     """(n, 3): shard, offset and length of each image."""
     names: bytes
-    """The images' names, one after the other."""
+    """The images' names, concatenated."""
     ends: NDArray[np.int64]
     labels: list[str]
     """The different labels, sorted."""
     codes: NDArray[np.int64]
-    """Which of them each sample has."""
+    """The index of each sample's label in `labels`."""
     remarks: tuple[Fault, ...]
 
 
@@ -175,7 +175,7 @@ class _Group:
 
 @dataclass
 class _Odd:
-    """What is odd in shards: where, and what there."""
+    """Problems in shards: where, and what."""
 
     repeated: list[tuple[str, str]] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
@@ -184,7 +184,7 @@ class _Odd:
 
 
 def _index_of(files: list[Path], where: Path) -> _Index:
-    """The index of shards, which is kept: both splits ask for that of the training shards."""
+    """The index of shards. Cached, because both splits need that of the training shards."""
     stats = [file.stat() for file in files]
     return _index(tuple(files), tuple((each.st_size, each.st_mtime_ns) for each in stats), where)
 
@@ -209,7 +209,7 @@ def _index(files: tuple[Path, ...], _: tuple[tuple[int, int], ...], where: Path)
         Fault("incomplete", "keys without an image or without a label, left out", odd.incomplete),
         Fault(
             "scattered",
-            "keys whose members are not next to each other, which readers of streams cannot use",
+            "keys whose members are not next to each other, which streaming readers cannot use",
             odd.scattered,
         ),
     )
@@ -259,7 +259,7 @@ def _groups(archive: Images, file: Path, odd: _Odd) -> dict[str, _Group]:
 
 
 def _sample_members(archive: Images, where: str) -> Iterator[tuple[Member, str, str]]:
-    """The members that matter: each with its key and whether it is the image, cls or json."""
+    """The members of samples, each with its key and its kind: image, cls or json."""
     for member in members(archive, where):
         folder, _, name = member.name.rpartition("/")
         stem, _, ending = name.partition(".")
@@ -270,7 +270,7 @@ def _sample_members(archive: Images, where: str) -> Iterator[tuple[Member, str, 
 
 
 def _label(archive: Images, member: Member) -> tuple[str, str]:
-    """The label in a .cls or .json member, or why there is none."""
+    """The label in a .cls or .json member, or the reason why there is none."""
     if member.length > LARGEST_LABEL:
         return "", f"has {member.length:,} bytes"
     data = archive[member.offset : member.offset + member.length].tobytes()
@@ -294,7 +294,7 @@ def _from_json(value: object) -> str:
 
 
 def _class_names(folder: Path, index: _Index) -> tuple[str, ...]:
-    """The classes: from the file beside the shards, the names in the labels, or numbers."""
+    """The classes: from the file next to the shards, the names in the labels, or numbers."""
     numbered = all(label.isdecimal() for label in index.labels)
     most = max(map(int, index.labels)) if numbered else 0
     file = next((folder / name for name in CLASS_NAMES if (folder / name).is_file()), None)
@@ -309,11 +309,11 @@ def _class_names(folder: Path, index: _Index) -> tuple[str, ...]:
         raise UserError(f"{file} is not UTF-8 text", fix="save it in UTF-8") from error
     names = [line.strip() for line in lines if line.strip()]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{file} names {twice[0]!r} twice", fix="give each class a name of its own")
+        raise UserError(f"{file} names {twice[0]!r} twice", fix="give each class a different name")
     if numbered and most >= len(names):
         raise UserError(
             f"{file} has {len(names)} names, but the labels go up to {most}",
-            fix="give a line for each class, in the order of the numbers from 0",
+            fix="write a line for each class, in the order of the numbers from 0",
         )
     return tuple(names)
 
@@ -326,16 +326,16 @@ def _labels(index: _Index, names: tuple[str, ...], where: str) -> Labels:
     if unknown := [label for label in index.labels if label not in number]:
         some = ", ".join(repr(label) for label in unknown[:3])
         raise UserError(
-            f"{where}: {len(unknown)} of the labels are not classes of the training shards, or not in the list of "
-            f"class names: {some}",
+            f"{where}: {len(unknown)} of the labels are not classes of the training shards or of the list of class "
+            f"names: {some}",
             fix="use the same classes in all shards; the training shards must have every class",
         )
     return np.array([number[label] for label in index.labels], np.int64)[index.codes]
 
 
 def _shards(path: str) -> tuple[dict[str | None, list[Path]], list[Fault]]:
-    """The shards of each split in the order of their names, and a remark about missing numbers. Without splits, all
-    are of `train`."""
+    """The shards of each split in the order of their names, and remarks about missing ones. Without splits, all are
+    training shards."""
     place = Path(path).expanduser()
     if is_pattern(path) and not place.exists():
         files = [Path(each).expanduser() for each in expand(path)]
@@ -344,7 +344,7 @@ def _shards(path: str) -> tuple[dict[str | None, list[Path]], list[Fault]]:
             raise UserError(
                 f"data.path {path}: {len(missing)} of {len(files)} shards do not exist: "
                 f"{', '.join(missing[:3])}{rest}",
-                fix="copy them, or give the numbers that exist",
+                fix="copy them, or use a pattern of shards that exist",
             )
         found = [(file, _split_of(file.stem)) for file in files]
     elif place.is_file():
@@ -352,7 +352,7 @@ def _shards(path: str) -> tuple[dict[str | None, list[Path]], list[Fault]]:
     else:
         found = _in_folder(place)
     if not place.is_dir() and len({split for _, split in found}) == 1:
-        found = [(file, None) for file, _ in found]  # shards that are given by name are all there is
+        found = [(file, None) for file, _ in found]  # shards that are given by name are the whole data
     kinds = {kind for _, kind in found}
     if not found or (None in kinds and len(kinds) > 1):
         odd = next((file.name for file, kind in found if kind is None), "")
@@ -367,12 +367,12 @@ def _shards(path: str) -> tuple[dict[str | None, list[Path]], list[Fault]]:
     remarks = [
         Fault(
             "missing-shard",
-            "shards missing by their numbers",
+            "shards that are missing in a numbered series",
             [(each, "") for each in _gaps([f for f, _ in found])],
         ),
         Fault(
             "left-out",
-            "shards of the split test, left out because there are val shards",
+            "test shards, left out because there are val shards",
             [(str(f), "") for f in left_out],
         ),
     ]
@@ -380,7 +380,7 @@ def _shards(path: str) -> tuple[dict[str | None, list[Path]], list[Fault]]:
 
 
 def _in_folder(folder: Path) -> list[tuple[Path, str | None]]:
-    """The shards of a folder, or of the folders in it that are named like splits, each with its split."""
+    """The shards of a folder, or of its subfolders with the names of splits, each with its split."""
     files = _tars(folder)
     if files:
         return [(file, _split_of(file.stem)) for file in files]
@@ -394,12 +394,12 @@ def _tars(folder: Path) -> list[Path]:
 
 
 def _split_of(name: str) -> str | None:
-    """The split that a name's words say: `imagenet-train-0001` is of train."""
+    """The split that a name contains as a word: `imagenet-train-0001` belongs to train."""
     return next((SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS), None)
 
 
 def _gaps(files: list[Path]) -> list[str]:
-    """Names that are missing between the first and the last number of a series."""
+    """Names that are missing between the first and the last number of each series."""
     series: dict[tuple[str, int], list[int]] = {}
     for file in files:
         if found := re.fullmatch(r"(.*?)(\d+)", str(file.with_suffix(""))):
@@ -412,14 +412,14 @@ def _gaps(files: list[Path]) -> list[str]:
 
 
 def _has_keys(file: Path) -> bool:
-    """Whether a tar begins like a shard: an image has a label of its own beside it."""
+    """Whether a tar begins like a shard: with an image and a label of the same key."""
     try:
         archive = open_archive(file)
         found: dict[str, set[str]] = {}
         for member, key, kind in itertools.islice(_sample_members(archive, str(file)), _PEEKED):
             if kind != "json" or not _label(archive, member)[1]:
                 found.setdefault(key, set()).add(kind)
-    except UserError:  # the tar source says what is wrong with it
+    except UserError:  # the tar source reports what is wrong
         return False
     return any(kind == "cls" for kinds in found.values() for kind in kinds) or any(
         kinds == {"image", "json"} for kinds in found.values()

@@ -247,7 +247,7 @@ def describe_transform(transform: Transform, mean: Sequence[float], std: Sequenc
     pixels = asdict(chosen.pop("augmentation"))
     if own := chosen["own"]:
         chosen["own"] = f"{own} {module_digest(own)}"
-    # Left out unless they are used, so that the keys of earlier versions stay valid.
+    # Omitted unless they are used, so that the keys of earlier versions stay valid.
     later = {"hflip": "auto", "crop_scale": FULL_SCALE, "own": "", "vflip": 0.0, "rotation": 0.0}
     chosen, pixels = (
         {name: value for name, value in each.items() if name not in later or value != later[name]}

@@ -35,8 +35,8 @@ _SPLIT_FIX = (
 def repeated_ids(
     batches: Sequence[torch.Tensor], step: int, planned: torch.Tensor | None = None
 ) -> Finding | None:
-    """A sample that comes twice in one global batch, given each rank's sample ids. `planned`: the ids of the batch
-    where class-balanced sampling may repeat some; then a sample that comes more often than planned."""
+    """A sample that occurs twice in one global batch, given each rank's sample ids. `planned`: the ids of the batch,
+    if class-balanced sampling may repeat some; then a sample that occurs more often than planned."""
     ids = torch.cat(list(batches))
     values, counts = ids.unique(return_counts=True)
     allowed = torch.ones_like(counts)

@@ -1,9 +1,9 @@
-"""Checks of what is frozen: parameters that change although they need no gradient, and BatchNorm that still learns.
+"""Checks of frozen modules: parameters that change although they need no gradient, and BatchNorm that still learns.
 
-Promises: which tensors are watched follows from flags alone; their values are read as fingerprints. Not reported are
-a parameter that follows a trained one (the encoder of a momentum contrast, a mean teacher inside the model),
-parameters of layers that are not torch's own (a code book that its forward updates), and statistics that move because
-a layer before them trains.
+Promises: flags alone decide which tensors are watched; their values are compared as fingerprints. Does not report
+parameters that follow trained ones (the encoder of momentum contrast, a mean teacher inside the model), parameters of
+layers that are not torch's own (a code book that its forward updates), and statistics that change because an earlier
+layer is trained.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LAYERS = (
     _BatchNorm,
 )
 FOLLOWS = 0.5
-"""A tensor follows another if their distance is at most this fraction of its norm. Independent ones are further
-apart than their norm."""
+"""A tensor follows another one if their distance is at most this fraction of its norm. Independent tensors are
+further apart than their norm."""
 _STATISTICS = ("running_mean", "running_var")
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen parameters of torch's own layers, in a model that trains others."""
+    """The frozen parameters of torch's own layers, in a model that also has trained ones."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return {}
     return {
@@ -77,8 +77,8 @@ def _trains(layer: nn.Module | None) -> bool:
 
 def followers(model: nn.Module, names: Collection[str]) -> set[str]:
     """Which of these frozen parameters and statistics belong to a module that follows a trained one: the largest
-    frozen module around them has a matrix that is close to a trained one. Reads values: for what is about to be
-    reported."""
+    frozen module around them has a matrix that is close to a trained one. Reads values, so it is only called before a
+    report."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for each in model.parameters():
         if each.requires_grad and not each.is_meta and each.ndim > 1:
@@ -96,7 +96,7 @@ def followers(model: nn.Module, names: Collection[str]) -> set[str]:
 
 
 def _frozen_around(model: nn.Module, name: str) -> nn.Module:
-    """The largest module that contains a layer and trains nothing; the layer itself if it trains a part."""
+    """The largest module that contains a layer and has no trained parameter; the layer itself if it has one."""
     path = name.split(".")
     around = (model.get_submodule(".".join(path[:count])) for count in range(1, len(path) + 1))
     frozen = (module for module in around if not any(each.requires_grad for each in module.parameters()))
@@ -121,8 +121,8 @@ def moved_parameters(names: Sequence[str], since: str, by_optimizer: bool) -> Fi
             f"the optimizer changes parameters that need no gradient ({len(names)} of them)",
             where=listed([f"'{name}'" for name in names]),
             since=since,
-            fix="leave frozen parameters out of the optimizer, or set their .grad to None when you freeze them: it "
-            "still applies momentum and weight decay to an old or zero gradient",
+            fix="leave frozen parameters out of the optimizer, or set their .grad to None when you freeze them: with "
+            "an old or zero gradient, the optimizer still applies momentum and weight decay",
             certain=True,
         )
     return Finding(
@@ -130,22 +130,22 @@ def moved_parameters(names: Sequence[str], since: str, by_optimizer: bool) -> Fi
         f"parameters that need no gradient have changed ({len(names)} of them)",
         where=listed([f"'{name}'" for name in names]),
         since=since,
-        fix="check for weight decay by hand, a moving average that is copied back, and weights that are loaded "
-        "later; nothing to do if it is on purpose",
+        fix="check for manual weight decay, a moving average that is copied back, and weights that are loaded later; "
+        "nothing to do if it is on purpose",
     )
 
 
 def moved_statistics(names: Sequence[str], since: str, field: str = "") -> Finding:
     """BatchNorm layers that are frozen by `requires_grad` alone. `field` is the recipe field that freezes them
-    whole."""
+    completely."""
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     return Finding(
         "frozen",
-        f"the running statistics of frozen BatchNorm layers still move ({len(layers)} of them): requires_grad does "
-        "not stop them",
+        f"the running statistics of frozen BatchNorm layers still change ({len(layers)} of them): "
+        "requires_grad=False does not stop them",
         where=listed([f"'{layer}'" for layer in layers]),
         since=since,
-        fix=f"name them in {field}, or let them train"
+        fix=f"add the layers to {field}, or train them"
         if field
         else "call eval() on these layers after each model.train(); nothing to do if they are to adapt to the data",
     )

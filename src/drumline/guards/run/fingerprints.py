@@ -92,7 +92,7 @@ class FingerprintMonitor:
     ) -> None:
         """`replica_size` is the number of processes that hold one copy of the model together. Rank r is compared with
         the ranks that are equal to it modulo `replica_size`. `drawn_at` returns the sample ids of a step's batch, or
-        none, if no sample may come twice in it."""
+        none if no sample may occur twice in it."""
         self.tensors, self.world, self.log, self.gate = tensors, world, log, gate
         self.replica_size, self._drawn_at = replica_size, drawn_at
         self._orders: tuple[list[int], list[list[Key]]] = ([], [])

@@ -1,7 +1,7 @@
-"""Follows what is frozen in a user's loop: fingerprints before and after some steps of the first optimizer.
+"""Monitors frozen tensors in a user's loop: fingerprints before and after some steps of the first optimizer.
 
-Promises: taken at the steps at which ranks compare, and read a step later, so that nothing waits for a GPU. A
-parameter that was trainable at any step in between is not reported.
+Promises: fingerprints are taken at the steps at which ranks compare, and read a step later, so nothing waits for a
+GPU. A parameter that was trainable at any step in between is not reported.
 """
 
 from __future__ import annotations

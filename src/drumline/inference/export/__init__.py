@@ -1,1 +1,1 @@
-"""A trained model as a file for other programs, verified against the original before it gets its name."""
+"""Exports a trained model to a file for other programs, verified before it gets its name."""

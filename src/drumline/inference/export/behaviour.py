@@ -1,8 +1,8 @@
-"""What a model does in one forward pass that no exported file can repeat, each with its line of source.
+"""Finds what an exported file cannot reproduce in a model's forward pass, each finding with its line of source.
 
-Found by watching a real pass in eval mode: random numbers, of torch and of Python; layers in train mode and batch
-statistics; and Python values made of the input's data, which a trace turns into constants. A branch on a shape or on
-a Python value is none of these. Promises: the model is as before afterwards.
+Monitors a real pass in eval mode for random numbers of torch and Python, layers in train mode, batch statistics, and
+input data that is converted to Python values, which a trace turns into constants. A branch on a shape or on a Python
+value is fine. Promises: leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a model does. `where` is `file:line`, or empty."""
+    """Something that an exported file cannot reproduce. `where` is `file:line`, or empty."""
 
     kind: Kind
     what: str
@@ -56,20 +56,20 @@ class Finding:
 
 FIXES: dict[Kind, str] = {
     "train-mode": "do not call train() in forward; eval mode must reach every layer",
-    "batch-statistics": "normalise by the running statistics in eval mode: do not call train() in forward, and keep "
-    "track_running_stats",
+    "batch-statistics": "normalise with the running statistics in eval mode: do not call train() in forward, and "
+    "keep track_running_stats",
     "torch-random": "draw random numbers only in training, such as F.dropout(x, training=self.training)",
-    "python-random": "draw random numbers only if self.training",
+    "python-random": "draw random numbers and read the clock only if self.training",
     "data-value": "compute with tensors, such as torch.where(condition, a, b) or torch.cond; with --format "
     "torchscript, --how script keeps the branch",
     "unwatched": "",
     "tensor-value": "keep the value as a Python number on the module, not as a tensor",
 }
-"""What to do about each kind."""
+"""The fix for each kind."""
 
 
 def watch_forward(model: nn.Module, inputs: Tensor) -> list[Finding]:
-    """What the model does in a forward pass of `inputs`, each once, in the order of occurrence."""
+    """The findings of a forward pass of `inputs`, each once, in the order of occurrence."""
     found: dict[Finding, None] = {}
     layers = {layer: name for name, layer in model.named_modules()}
 
@@ -78,7 +78,7 @@ def watch_forward(model: nn.Module, inputs: Tensor) -> list[Finding]:
             name = layers[layer] or "the model"
             found.setdefault(Finding("train-mode", f"{name} ({type(layer).__name__}) runs in train mode"))
 
-    # torch.cond compiles itself, which fails while operators are followed. Without the compiler it runs as it is.
+    # torch.cond compiles itself, which fails under a dispatch mode. Without the compiler it runs eagerly.
     compiles = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     hooks = [layer.register_forward_pre_hook(check_mode) for layer in layers]
@@ -87,7 +87,7 @@ def watch_forward(model: nn.Module, inputs: Tensor) -> list[Finding]:
             given = inputs.clone()
             with _Ops(given, found) as ops, _Calls(ops):
                 model(given)
-            # A second pass: in the first one, libraries import what they need, and some of them draw names.
+            # A second pass: in the first one, libraries import modules, and some imports draw random names.
             with _python_random(found):
                 model(inputs.clone())
     finally:
@@ -97,14 +97,14 @@ def watch_forward(model: nn.Module, inputs: Tensor) -> list[Finding]:
 
 
 class _Ops(TorchDispatchMode):
-    """Follows what depends on the input from operator to operator."""
+    """Tracks which tensors depend on the input, from operator to operator."""
 
     supports_higher_order_operators = True
 
     def __init__(self, source: Tensor, found: dict[Finding, None]) -> None:
         super().__init__()
         self.found = found
-        self.kept: list[Tensor] = []  # alive, so that no storage's address is used twice
+        self.kept: list[Tensor] = []  # keeps storages alive, so that no address is reused
         self.tainted = set[int]()
         self.taint(source)
 
@@ -124,7 +124,7 @@ class _Ops(TorchDispatchMode):
         elif torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) and _draws(name, args):
             self.note("torch-random", "draws random numbers in eval mode")
         elif "batch_norm" in name and _batch_statistics(op, args):
-            self.note("batch-statistics", "normalises by the statistics of the batch in eval mode")
+            self.note("batch-statistics", "normalises with the statistics of the batch in eval mode")
         result = op(*args, **(kwargs or {}))
         if depends:
             written = _tensors(values) if getattr(getattr(op, "_schema", None), "is_mutable", False) else []
@@ -134,9 +134,9 @@ class _Ops(TorchDispatchMode):
 
     def value_taken(self, tensor: Tensor) -> None:
         if self.depends(tensor):
-            self.note("data-value", "makes a Python value of the input's data")
+            self.note("data-value", "converts input data to a Python value")
         else:
-            self.note("tensor-value", "makes a Python value of a tensor")
+            self.note("tensor-value", "converts a tensor to a Python value")
 
     def note(self, kind: Kind, what: str) -> None:
         where, code = _line(sys._getframe())
@@ -144,7 +144,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Finds tensors that become NumPy arrays, which no operator shows."""
+    """Finds tensors that are converted to NumPy arrays, which calls no operator."""
 
     def __init__(self, ops: _Ops) -> None:
         super().__init__()
@@ -158,8 +158,8 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def _python_random(found: dict[Finding, None]) -> Iterator[None]:
-    """Finds calls of Python's random generators and of the clock, and lines after which a global generator, of Python
-    or NumPy, has moved on. NumPy's own calls are invisible to a profiler."""
+    """Finds calls of Python's random generators and of the clock, and lines that advance a global generator of Python
+    or NumPy. A profiler does not see NumPy's own calls."""
     state = _generators()
 
     def note(what: str, frame: FrameType, line: int) -> None:
@@ -173,7 +173,7 @@ def _python_random(found: dict[Finding, None]) -> Iterator[None]:
         if caller is None or is_library(caller.f_code.co_filename):
             return
         if called or isinstance(owner, random.Random):
-            note("draws random numbers of Python", caller, caller.f_lineno)
+            note("draws random numbers from Python", caller, caller.f_lineno)
         elif getattr(owner, "__name__", "") == "time":
             note("reads the clock", caller, caller.f_lineno)
 
@@ -186,7 +186,7 @@ def _python_random(found: dict[Finding, None]) -> Iterator[None]:
             nonlocal state, last
             if (now := _generators()) != state:
                 state = now
-                note("draws random numbers of Python", frame, last)
+                note("draws random numbers from Python or NumPy", frame, last)
             last = frame.f_lineno
             return step
 
@@ -216,12 +216,12 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _draws(name: str, args: Any) -> bool:
-    """Whether an operator that may draw random numbers does: the dropout of attention may be zero."""
+    """Whether an operator that can draw random numbers does: the dropout of attention may be 0."""
     return "attention" not in name or any(isinstance(each, float) and each > 0 for each in args)
 
 
 def _batch_statistics(op: Any, args: Any) -> bool:
-    """Whether a batch norm uses the statistics of the batch: by its argument, or for want of running ones."""
+    """Whether a batch norm uses batch statistics: by its argument, or because it has no running ones."""
     schema = getattr(op, "_schema", None)
     names = [each.name for each in schema.arguments] if schema else []
     for name in ("training", "train", "use_input_stats"):
@@ -231,7 +231,7 @@ def _batch_statistics(op: Any, args: Any) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is of torch or of Python's own library."""
+    """Whether a file belongs to torch or to Python's standard library."""
     own = file.startswith(_STANDARD) and "site-packages" not in file
     return own or file.startswith(_SKIPPED[0])
 

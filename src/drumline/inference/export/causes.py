@@ -1,7 +1,7 @@
-"""Why an export failed, or why a file does not answer like the original, as an error with a fix.
+"""Why an export failed, or why the outputs of a file differ from the model's, as an error with a fix.
 
-Promises: a cause is named only if something shows it: what the model did in a watched pass, the exporter's own error,
-the line that fails, or an experiment that reproduces the wrong answers. Otherwise the error says what was measured.
+Promises: a cause is named only with proof: a finding in a monitored pass, the exporter's own error, the line that
+fails, or an experiment that reproduces the wrong outputs. Otherwise the error gives the measurements.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from drumline.state.model_record import ModelRecord
 from drumline.training.sets import Normalise
 
 NEVER: tuple[Kind, ...] = ("train-mode", "batch-statistics", "torch-random", "python-random")
-"""What no format can repeat."""
+"""The kinds that no format can reproduce."""
 
 
 def reject_behaviour(findings: Sequence[Finding], kind: str, how: str) -> None:
-    """Rejects a model before it is exported, for what it does in a pass."""
+    """Rejects a model before the export because of findings in its forward pass."""
     never = [each for each in findings if each.kind in NEVER]
     if never:
-        # A line of source says more than the name of a layer.
+        # A line of source is more useful than the name of a layer.
         first = next((each for each in never if each.where), never[0])
         raise UserError(_listed(never), FIXES[first.kind], first.kind)
     baked = [each for each in findings if each.kind == "data-value"]
     if baked and kind == "torchscript" and how == "trace":
         raise UserError(
-            f"{_listed(baked)}: a trace would keep the value that it has for one image, for all images",
+            f"{_listed(baked)}: a trace would use the value of one image for all images",
             FIXES["data-value"],
             "data-branch",
         )
@@ -51,30 +51,30 @@ def _listed(findings: Sequence[Finding]) -> str:
 
 
 def fails_alone(error: Exception, batch: int, always: bool) -> UserError:
-    """The original itself cannot compute a batch of this size, or any batch (`always`)."""
+    """The original fails on a batch of this size, or on any batch (`always`)."""
     place = _place(error)
     reason = f"{_short(error)}{f' ({place})' if place else ''}"
     if always:
         return UserError(
-            f"the model itself fails: {reason}", "make `drumline predict` work with it", "model-fails"
+            f"the model itself fails: {reason}", "fix the model until `drumline predict` works", "model-fails"
         )
     return UserError(
         f"the model itself fails on a batch of {batch}: {reason}",
-        "the first dimension must be free: use x.shape[0] or flatten(1), and no fixed batch size",
+        "the batch dimension must be dynamic: use x.shape[0] or flatten(1), not a fixed batch size",
         "shape-guard",
     )
 
 
 def unstable(floor: float, most: float, findings: Sequence[Finding], shapes: Sequence[str]) -> UserError:
-    """The original does not agree with itself."""
+    """The outputs of the original for the same images vary too much."""
     taken = [each for each in findings if each.kind == "data-value"]
     lines = f"\n  {_listed(taken)}" if taken else ""
     if not taken and shapes:
         lines = f"; lines that compute with a shape: {', '.join(shapes)}"
     return UserError(
-        f"the model does not agree with itself: its logits for the same images differ by {floor:.3g} between passes, "
-        f"batch sizes or threads (noise stays below {most:.2g}){lines}",
-        "an answer must depend on its image alone, not on the other images of the batch, chance or earlier passes",
+        f"the model is not reproducible: its logits for the same images differ by {floor:.3g} between passes, "
+        f"batch sizes or numbers of threads (noise stays below {most:.2g}){lines}",
+        "an output must depend only on its own image, not on the rest of the batch, random numbers or earlier passes",
         "unstable",
     )
 
@@ -82,7 +82,7 @@ def unstable(floor: float, most: float, findings: Sequence[Finding], shapes: Seq
 def export_failed(
     error: Exception, kind: str, findings: Sequence[Finding], warned: Sequence[str]
 ) -> UserError:
-    """Why the exporter gave up."""
+    """Why the exporter failed."""
     chain = list(_chain(error))
     names = {type(each).__name__ for each in chain}
     text = "\n".join(map(str, chain))
@@ -90,7 +90,7 @@ def export_failed(
         listed = [each for each in findings if each.kind == taken]
         if listed and (names & {"GuardOnDataDependentSymNode", "Unsupported"} or "numpy()" in text):
             return UserError(
-                f"{_listed(listed)}: --format {kind} cannot hold a branch on it",
+                f"{_listed(listed)}: --format {kind} cannot express a branch on it",
                 FIXES[listed[0].kind],
                 "data-branch",
             )
@@ -98,9 +98,9 @@ def export_failed(
         reasons = re.findall(r"(?:specialized it to be a constant \(\d+\)|generated guard [^\n]*)", text)
         lines = f"; lines that compute with a shape: {', '.join(warned)}" if warned else ""
         return UserError(
-            f"the model works only for some batch sizes: torch.export found that the batch is "
+            f"the model works only for some batch sizes: according to torch.export, the batch is "
             f"{_guard(reasons[0]) if reasons else 'fixed'}{lines}",
-            "do not branch on the batch size or write it down: use x.shape[0], -1 or flatten(1)",
+            "do not branch on the batch size or hard-code it: use x.shape[0], -1 or flatten(1)",
             "shape-guard",
         )
     if operator := re.search(r"No ONNX function found for <OpOverload\(op='([\w.:]+)'", text):
@@ -120,7 +120,7 @@ def export_failed(
     if frontend:
         place = f"{Path(frontend[1]).name}:{frontend[2]}"
     fix = (
-        "TorchScript compiles only a part of Python: change the model, or use --how trace, without branches on data"
+        "TorchScript compiles only a subset of Python: change the model, or use --how trace without branches on data"
         if kind == "torchscript"
         else f"try --format {'onnx' if kind == 'pt2' else 'pt2'}, or change the model"
     )
@@ -141,18 +141,18 @@ def _guard(reason: str) -> str:
 def mismatch(
     found: Comparison, original: TrainedModel, exported: Classifier, pixels: Tensor, warned: Sequence[str]
 ) -> UserError:
-    """Why the file does not answer like the original."""
+    """Why the outputs of the file differ from the original's."""
     if found.other_pixels:
         return _other_pixels(found.other_pixels, original.record, exported.record)
     worst = found.worst
     measured = (
-        f"the exported file does not answer like the original: logits differ by {worst.logits:.3g} (the limit is "
+        f"the outputs of the exported file are not the model's: logits differ by {worst.logits:.3g} (the limit is "
         f"{found.limit:.2g}), probabilities by {worst.probability_max:.3g}, and {found.whole.agree:,} of "
         f"{found.whole.images:,} images keep their class"
     )
     if other := _other_normalisation(original, exported, pixels, found.limit):
         return UserError(
-            f"{measured}: it normalises pixels {other}, not by mean {original.record.mean} and deviation "
+            f"{measured}: it normalises pixels {other}, not with mean {original.record.mean} and standard deviation "
             f"{original.record.std}",
             "export it again; if that does not help, report it",
             "wrong-normalisation",
@@ -170,25 +170,26 @@ def mismatch(
         lines = f"; constants of the trace: {', '.join(warned)}" if warned else ""
         return UserError(
             f"{measured}: it is right for batches of {either(list(map(str, alike)))} and wrong for "
-            f"{either(list(map(str, wrong)))}, so it holds the batch size of the export ({EXAMPLE_BATCH}){lines}",
+            f"{either(list(map(str, wrong)))}, so the batch size of the export ({EXAMPLE_BATCH}) is fixed in it"
+            f"{lines}",
             "do not branch on the batch size in forward",
             "shape-guard",
         )
-    lines = f"; the trace made constants of {', '.join(warned)}" if warned else ""
+    lines = f"; the trace made constants in {', '.join(warned)}" if warned else ""
     return UserError(f"{measured}{lines}", "no cause was found; try a different --format", "mismatch")
 
 
 def wrong_answer(error: Exception, found_in: str) -> UserError:
-    """The file fails on a batch that the original computes."""
+    """The file fails on a batch on which the original works."""
     return UserError(
         f"the exported file fails on {found_in}: {_short(error)}",
-        "it is probably specialised to the batch of the export: do not branch on the batch size in forward",
+        "the batch size of the export is probably fixed in it: do not branch on the batch size in forward",
         "shape-guard",
     )
 
 
 def _other_pixels(name: str, original: ModelRecord, exported: ModelRecord) -> UserError:
-    """The two records prepare an image differently, or the same record does."""
+    """The file's record prepares an image in a different way from the original's."""
     wrong = [
         f"{each.name} is {getattr(exported, each.name)}, not {getattr(original, each.name)}"
         for each in fields(ModelRecord)
@@ -196,7 +197,7 @@ def _other_pixels(name: str, original: ModelRecord, exported: ModelRecord) -> Us
     ]
     why = "; ".join(wrong) or "the records are equal"
     return UserError(
-        f"{name} does not become the pixels that evaluation gives the model: in the record of the file, {why}",
+        f"the pixels of {name} differ from those in an evaluation: in the record of the file, {why}",
         "export it again; if that does not help, report it",
         "wrong-pixels",
     )
@@ -205,7 +206,7 @@ def _other_pixels(name: str, original: ModelRecord, exported: ModelRecord) -> Us
 def _other_normalisation(
     original: TrainedModel, exported: Classifier, pixels: Tensor, tolerance: float
 ) -> str:
-    """A mistake in the normalisation that gives exactly these wrong answers; empty if none does."""
+    """A wrong normalisation that produces exactly these outputs; empty if there is none."""
     record = original.record
     mean, std = (value * 3 if len(value) == 1 else value for value in (record.mean, record.std))
     one, zero = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
@@ -214,10 +215,10 @@ def _other_normalisation(
         ("not at all", zero, byte),
         ("to 0..1 only", zero, one),
         ("without the mean", zero, std),
-        ("without the deviation", mean, one),
-        ("by ImageNet's mean and deviation", IMAGENET_MEAN, IMAGENET_STD),
-        ("by 0.5 and 0.5", (0.5,) * 3, (0.5,) * 3),
-        ("with the channels in the order BGR", mean[::-1], std[::-1]),
+        ("without the standard deviation", mean, one),
+        ("with ImageNet's mean and standard deviation", IMAGENET_MEAN, IMAGENET_STD),
+        ("with 0.5 and 0.5", (0.5,) * 3, (0.5,) * 3),
+        ("with the channels in BGR order", mean[::-1], std[::-1]),
     )
     here = answers(exported, pixels)
     for text, wrong_mean, wrong_std in mistakes:
@@ -232,7 +233,7 @@ def _other_normalisation(
 
 
 def source_lines(warned: Sequence[tuple[str, int]]) -> list[str]:
-    """The lines of the user's code among those that tracing warned about, as `file:line`."""
+    """The lines of the user's code that tracing warned about, as `file:line`."""
     return [f"{Path(file).name}:{line}" for file, line in warned if not is_library(file)]
 
 

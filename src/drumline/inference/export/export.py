@@ -1,9 +1,9 @@
 """`drumline.export_model`: writes a trained model for other programs, and verifies the file before it gets its name.
 
-The order: load the original, measure its own noise, watch one pass for what no file can repeat, compile, write the
-file beside its final name, load it back as `drumline predict` does, compare it with the original on real images, add
-the evidence to its record, rename it. Promises: a failure leaves nothing under the final name and an existing file as
-it was.
+The order: load the original, monitor one pass for what an exported file cannot reproduce, measure the original's
+noise, compile, write the file under a temporary name, load it back as `drumline predict` does, compare it with the
+original on real images, add the results to its record, rename it. Promises: a failure leaves nothing under the final
+name, and an existing file unchanged.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def export_model(
     Args:
         model: A run folder, a checkpoint or weights.
         format: `pt2`, `onnx`, `aoti`, `torchscript` or `safetensors`.
-        out: The file to write; by default the name of the run in the current folder.
-        raw: Take normalised images and give logits, instead of pixels and probabilities.
+        out: The file to write. Default: the name of the run, in the current folder.
+        raw: The file takes normalised images and returns logits, instead of pixels and probabilities.
         how: `trace` or `script`, for torchscript.
         weights: `average` or `model`: the averaged (`train.ema`) or the trained weights of the newest checkpoint.
         images: Images to verify on, instead of the run's evaluation split.
@@ -101,8 +101,8 @@ def export_model(
         The report as a dict: `file`, `format`, `verdict`, and what was measured.
 
     Raises:
-        UserError: The model cannot be exported, or the file does not answer like the original. The message names the
-            cause, and no file is written.
+        UserError: The model cannot be exported, or the outputs of the file differ from the model's. The message names
+            the cause, and no file is written.
     """
     request = Request(str(model), format, str(out), raw, how, weights, tuple(images), samples, device, trust)
     return run_export(request)
@@ -120,8 +120,8 @@ def run_export(request: Request) -> dict[str, Any]:
         check_needs(request.format)
     if exported_format(Path(request.model)):
         raise UserError(
-            f"{request.model} is an exported file already",
-            "give the run, the checkpoint or the weights from which it was exported",
+            f"{request.model} is already an exported file",
+            "give the run, the checkpoint or the weights that it was exported from",
         )
     resolve_device_type(request.device, "device")
     weights = weights_path(Path(request.model), request.weights)
@@ -129,7 +129,7 @@ def run_export(request: Request) -> dict[str, Any]:
     samples = verification_samples(
         Path(request.model), original.record.classes, request.images, request.samples, request.trust
     )
-    # Beside the final name, so that renaming is atomic; under a name with its ending, which some writers require.
+    # In the same folder, so that renaming is atomic. Some writers require the final extension.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as folder:
         staged = Path(folder, out.name)
         found = (
@@ -148,13 +148,13 @@ def run_export(request: Request) -> dict[str, Any]:
 
 
 def output_file(request: Request) -> Path:
-    """The file that is written: `--out`, or the name of the run or the weights in the current folder."""
+    """The file to write: `--out`, or the name of the run or the weights in the current folder."""
     ending = ENDINGS[request.format]
     if request.out:
         out = Path(request.out).expanduser().resolve()
         if out.suffix != ending:
             raise UserError(
-                f"--out {request.out}: a file of --format {request.format} ends in {ending}",
+                f"--out {request.out}: --format {request.format} needs the extension {ending}",
                 f"give {Path(request.out).with_suffix(ending)}",
             )
     else:
@@ -168,7 +168,7 @@ def output_file(request: Request) -> Path:
 
 
 def weights_path(path: Path, which: Weights) -> Path:
-    """The weights to export. `auto` is what `drumline predict` takes."""
+    """The weights to export. `auto`: those that `drumline predict` uses."""
     if which == "auto":
         return path
     checkpoints = [path] if path.is_dir() and not (path / "checkpoints").is_dir() else []
@@ -187,7 +187,7 @@ def weights_path(path: Path, which: Weights) -> Path:
 
 
 def _write_weights(original: TrainedModel, samples: Samples, staged: Path) -> dict[str, Any]:
-    """A safetensors file with the record of the model: no program, so nothing can differ but the tensors."""
+    """Writes a safetensors file with the model's record. Without a program, only the tensors can differ."""
     export_tensors(original.model.state_dict(), staged, original.record)
     floor = verify.measure_floor(original, verify.first_pixels(original, samples.samples))
     loaded = load_trained(staged, trust=True)
@@ -225,7 +225,7 @@ def _write_program(
     final = load_exported(staged, kind, trust=True)
     if not torch.equal(final.from_pixels(pixels), before):
         raise UserError(
-            "the file answers differently after its record was written", "report this", "unstable-file"
+            "the outputs of the file changed when its record was written", "report this bug", "unstable-file"
         )
     timed = {str(batch): {"model_ms": a, "exported_ms": b} for batch, (a, b) in found.latency.items()}
     notes = [each.what for each in findings if each.kind == "unwatched"]
@@ -248,12 +248,13 @@ def _watched(original: TrainedModel, pixels: Tensor) -> list[Finding]:
         raise causes.fails_alone(error, len(inputs), always=not _computes(original, pixels)) from error
     try:
         return watch_forward(original.model, inputs)
-    except Exception as error:  # what torch cannot run while it is watched
-        return [Finding("unwatched", f"the model cannot be watched ({type(error).__name__}): only measured")]
+    except Exception as error:  # some models cannot run under a dispatch mode
+        what = f"the forward pass cannot be monitored ({type(error).__name__}), so only outputs were compared"
+        return [Finding("unwatched", what)]
 
 
 def _computes(original: TrainedModel, pixels: Tensor) -> bool:
-    """Whether the model computes a batch of the size of the export."""
+    """Whether the model works on a batch of the export's size."""
     try:
         original.from_pixels(pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)])
     except Exception:  # the error of the first batch is the one that is reported
@@ -262,7 +263,7 @@ def _computes(original: TrainedModel, pixels: Tensor) -> bool:
 
 
 def _floor(original: TrainedModel, pixels: Tensor, findings: Sequence[Finding]) -> verify.Difference:
-    """The noise of the original, which must compute batches of every size and agree with itself."""
+    """The noise of the original, which must work for every batch size and be reproducible."""
     for batch in verify.BATCHES:
         try:
             found = verify.answers(original, pixels, batch)
@@ -272,7 +273,7 @@ def _floor(original: TrainedModel, pixels: Tensor, findings: Sequence[Finding]) 
             raise causes.fails_alone(error, batch, always=False) from error
         if not found.isfinite().all():
             raise UserError(
-                "the model gives NaN for evaluation images", "export a sound checkpoint", "not-finite"
+                "the model returns NaN for evaluation images", "export a different checkpoint", "not-finite"
             )
     floor = verify.measure_floor(original, pixels)
     most = verify.UNSTABLE * verify.limit(verify.Difference(), verify.dtype_of(original))
@@ -305,19 +306,19 @@ def _save(program: Program, staged: Path, record: ExportRecord, kind: Format) ->
 
 
 def _shape_lines(kind: Format, module: torch.nn.Module, example: Tensor) -> list[str]:
-    """The lines that compute with a shape, which only a trace knows."""
+    """The lines that compute with a shape, found by tracing."""
     if kind == "torchscript":
         return []
     try:
         return causes.source_lines(compile_program("torchscript", module, example, "", "trace").warned)
-    except Exception:  # a help for the message only; the error that matters is already there
+    except Exception:  # only adds detail to the message of another error
         return []
 
 
 def exported_record(
     original: TrainedModel, kind: Format, takes: Takes, how: str, device: Device
 ) -> ExportRecord:
-    """The record of the file, without evidence."""
+    """The record of the file, without verification results."""
     pixels = original.pixels(fixed_image())
     best = original.from_pixels(torch.from_numpy(pixels)[None])[0].topk(
         min(MOST_ANSWERS, original.record.outputs)
@@ -343,7 +344,7 @@ def _compared(
     except UserError:
         raise
     except Exception as error:
-        raise causes.wrong_answer(error, "images that the original can compute") from error
+        raise causes.wrong_answer(error, "images on which the model works") from error
     if not found.alike:
         raise causes.mismatch(found, original, exported, pixels, warned)
     return found

@@ -1,7 +1,7 @@
-"""The module that is exported: the trained model with its preprocessing in front and the softmax behind it.
+"""The module that is exported: the trained model between normalisation and softmax.
 
-Promises: from pixels, it computes what `TrainedModel.from_pixels` computes, with the same operations. Annotations are
-not postponed here: TorchScript reads them.
+Promises: it computes what `TrainedModel.from_pixels` computes, with the same operations. This file does not postpone
+annotations, because TorchScript reads them.
 """
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class FromPixels(nn.Module):
         self.register_buffer("mean", normalise.mean)
         self.register_buffer("std", normalise.std)
 
-    # Plain operations: TorchScript compiles them too, and could not compile `Normalise`.
+    # Plain operations, because TorchScript cannot compile `Normalise`.
     def forward(self, pixels: Tensor) -> Tensor:
         images = (pixels.permute(0, 3, 1, 2) - self.mean) / self.std
         logits: Tensor = self.model(images.contiguous())

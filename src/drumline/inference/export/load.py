@@ -1,8 +1,8 @@
-"""Exported files, loaded to predict: which format a file has, its record, and the program inside.
+"""Loads exported files: which format a file has, its record, and the program inside.
 
-Promises: the format is recognised by content, and the record is read before anything of the file runs. A program that
+Promises: the format is recognised by content, and the record is read before any code in the file runs. A program that
 can run code when it is loaded (pt2, aoti, torchscript) is loaded only if it is trusted. After loading, the file must
-give the answers of the original to the record's test image, pixels and probabilities, on this machine.
+reproduce the recorded pixels and probabilities of the test image on this machine.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from drumline.training.sets import Normalise
 
 Program = Callable[[Tensor], Tensor]
 ANSWER_TOLERANCE = 0.02
-"""Relative difference of a probability of the test image. Machines round differently; a wrong normalisation or wrong
-weights move it by far more."""
+"""Allowed relative difference in a probability of the test image. Machines round differently; a wrong normalisation
+or wrong weights change it far more."""
 AOTI_METADATA = "_metadata.json"
-"""Ending of the files in an AOTInductor package that have its metadata."""
+"""Ending of the metadata files in an AOTInductor package."""
 TITLES: dict[Format, str] = {
     "pt2": "a torch.export program",
     "onnx": "an ONNX model",
@@ -68,15 +68,15 @@ class ExportedModel(Classifier):
         outputs = self.program(self.inputs(pixels))
         if outputs.shape != (len(pixels), self.record.outputs):
             raise UserError(
-                f"the exported file gives {tuple(outputs.shape)} for {len(pixels)} images of "
-                f"{self.record.outputs} outputs",
+                f"the exported file returns {tuple(outputs.shape)} for {len(pixels)} images, not "
+                f"{(len(pixels), self.record.outputs)}",
                 "export the model again",
                 "wrong-shape",
             )
         return outputs if self.export.takes == "pixels" else outputs.float().softmax(dim=1)
 
     def inputs(self, pixels: Tensor) -> Tensor:
-        """What the program takes."""
+        """The input of the program for these pixels."""
         if self.export.takes == "pixels":
             return pixels
         normalise = Normalise.build(self.record.mean, self.record.std, self.on, False)
@@ -102,7 +102,7 @@ def exported_format(path: Path) -> Format | None:
 def load_exported(
     path: Path, kind: Format, trust: bool = False, device: torch.device | None = None, check: bool = True
 ) -> ExportedModel:
-    """Loads a file that `drumline export` wrote, by default on the device of its record. Without `check`, for the
+    """Loads a file that `drumline export` wrote, by default on the device of its record. `check=False` is for the
     verification, which checks more."""
     record = None if kind == "onnx" else read_record(_zip_record(path, kind), path, kind)
     if record is not None and not trust:
@@ -131,7 +131,7 @@ def load_exported(
         reason = next(iter(str(error).strip().splitlines()), "")[:200]
         raise UserError(
             f"{path} cannot be loaded: {type(error).__name__}: {reason}",
-            "the file may be damaged, or written for a different machine or version: export it again",
+            "the file may be damaged, or may need a different machine or version: export it again",
             "unreadable",
         ) from error
 
@@ -153,11 +153,11 @@ def file_device(path: Path, record: ExportRecord, asked: torch.device | None) ->
 
 
 def _check_answers(model: ExportedModel, path: Path) -> None:
-    """The file must see the test image as the original does, and answer alike."""
+    """Rejects a file that does not reproduce the recorded pixels and probabilities of the test image."""
     pixels, answers = model.pixels(fixed_image()), model.export.answers
     if pixels_digest(pixels) != answers.pixels:
         raise UserError(
-            f"{path}: the test image does not become the pixels that the original saw, so its preprocessing is wrong",
+            f"{path}: the pixels of the test image differ from the recorded ones, so its preprocessing is wrong",
             "export it again",
             "wrong-pixels",
         )
@@ -166,9 +166,9 @@ def _check_answers(model: ExportedModel, path: Path) -> None:
         here = float(found[index])
         if not abs(here - wanted) <= ANSWER_TOLERANCE * wanted + 1e-5:
             raise UserError(
-                f"{path} does not answer as when it was exported: the probability of {model.label(index)} for the "
-                f"test image is {here:.4g}, and was {wanted:.4g}",
-                f"export it again on this machine (it was written with torch {model.export.torch}, and here is "
+                f"{path} does not reproduce its recorded outputs: the probability of {model.label(index)} for the "
+                f"test image is {here:.4g}, not {wanted:.4g}",
+                f"export it again on this machine (it was written with torch {model.export.torch}; this machine has "
                 f"{torch.__version__})",
                 "wrong-answers",
             )
@@ -187,7 +187,7 @@ def need(option: str, *packages: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings, log lines and dumps of graphs that torch's exporters write about themselves."""
+    """Silences the warnings, log lines and graph dumps of torch's exporters."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [each.level for each in loggers]
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):

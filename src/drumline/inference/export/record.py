@@ -1,8 +1,8 @@
-"""The record inside an exported file: model, classes, preprocessing, and the evidence that the file answers alike.
+"""The record inside an exported file: model, classes, preprocessing, and the results of the verification.
 
 The record is JSON with its own checksum, under the key `drumline` in the file's metadata. Promises: every field that
-is read is checked for type and range; a record that was changed after the export is rejected. `answers` are those of
-the original to one fixed image, so that loading the file can check that it still gives them.
+is read is checked for type and range; a record that was changed after the export is rejected. `answers` are the
+original's outputs for one fixed image; `load.py` checks that the file still reproduces them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Format = Literal["pt2", "onnx", "aoti", "torchscript"]
-"""The formats that hold a program. Weights alone, in a safetensors file, have the record of the model only."""
+"""The formats that hold a program. A safetensors file has weights and the record of the model only."""
 Takes = Literal["pixels", "normalised"]
 Device = Literal["cpu", "cuda"]
 FORMAT = 1
@@ -43,39 +43,39 @@ MOST_ANSWERS = 8
 
 @dataclass(frozen=True)
 class Answers:
-    """What the original makes of `fixed_image`."""
+    """The original's outputs for `fixed_image`."""
 
     pixels: str
-    """SHA-256 of the pixels that its preprocessing gives."""
+    """SHA-256 of the preprocessed pixels."""
     best: tuple[tuple[int, float], ...]
     """The most likely outputs, with their probabilities."""
 
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """What an exported file says about itself."""
+    """The record of an exported file."""
 
     model: ModelRecord
     format: Format
     takes: Takes
-    """`pixels`: uint8 (batch, size, size, 3), RGB, and the result are probabilities. `normalised`: float32 (batch, 3,
-    size, size), and the result are logits."""
+    """`pixels`: takes uint8 (batch, size, size, 3), RGB, and returns probabilities. `normalised`: takes float32
+    (batch, 3, size, size) and returns logits."""
     how: str
-    """How the program was obtained, such as `trace`."""
+    """How the program was made, such as `trace`."""
     drumline: str
     torch: str
     answers: Answers
     device: Device = "cpu"
     """Where the file was verified, and where it computes unless another device is asked for."""
     parity: dict[str, Any] = field(default_factory=dict)
-    """The evidence, as the verification reported it."""
+    """The results of the verification."""
 
     def with_parity(self, parity: dict[str, Any]) -> ExportRecord:
         return replace(self, parity=parity)
 
 
 def record_text(record: ExportRecord) -> str:
-    """The record as the text that goes into a file's metadata."""
+    """The record as text for the file's metadata."""
     gives = "probabilities" if record.takes == "pixels" else "logits"
     size = record.model.size
     shape = ["batch", size, size, 3] if record.takes == "pixels" else ["batch", 3, size, size]
@@ -103,7 +103,7 @@ def read_record(text: str | None, file: Path, kind: Format) -> ExportRecord:
     again = "export it again with drumline export"
     if text is None:
         raise UserError(
-            f"{file} has no record of drumline: its classes, its image size and its preprocessing are unknown",
+            f"{file} has no Drumline record, so its classes, image size and preprocessing are unknown",
             "give a file that drumline export wrote; run other files with the library that wrote them",
             "no-record",
         )
@@ -123,7 +123,7 @@ def read_record(text: str | None, file: Path, kind: Format) -> ExportRecord:
 
 
 def fixed_image() -> NDArray[np.uint8]:
-    """An image that every program can make again: coarse and fine structure in whole numbers, and not square."""
+    """An image that any program can compute: coarse and fine structure in whole numbers, and not square."""
     y, x = np.mgrid[:179, :263]
     channels = [(x * (3 + c) + y * (7 - c)) // 5 ^ (x * y // (29 + 11 * c)) for c in range(3)]
     return np.ascontiguousarray((np.stack(channels, axis=2) & 255).astype(np.uint8))
@@ -149,7 +149,7 @@ def _checked(model: ModelRecord, export: dict[str, Any], kind: Format) -> Export
     }
     for name, valid in checks.items():
         if not valid:
-            raise ValueError(f"the record's {name} = {str(export.get(name))[:40]!r} is not valid")
+            raise ValueError(f"the record's {name} = {str(export.get(name))[:40]!r} is invalid")
     assert isinstance(answers, dict)
     best = tuple((index, float(probability)) for index, probability in answers["best"])
     known = {name: export[name] for name in ("format", "takes", "how", "drumline", "torch", "parity")}

@@ -1,7 +1,7 @@
 """The images on which an export is verified: the evaluation split of a run, or images that the user gives.
 
-Promises: images come as a user has them, as file bytes, so that verification starts where a prediction does: with
-decoding. If there are more than asked for, they are evenly spaced over the split, so that every class appears.
+Promises: images are file bytes, so that the verification includes decoding. If there are more than needed, the chosen
+ones are evenly spaced over the split, so that every class appears.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIVE = "give some with --images, such as --images photos/val"
 
 @dataclass(frozen=True)
 class Sample:
-    """An image, and the model's output that is right, if it is known."""
+    """An image, and the index of the correct output if it is known."""
 
     name: str
     read: Callable[[], Picture]
@@ -45,13 +45,13 @@ class Samples:
 
     samples: list[Sample]
     of: str
-    """Where they are from, for the report."""
+    """Their origin, for the report."""
 
 
 def verification_samples(
     path: Path, classes: Classes, images: Sequence[str], most: int | Literal["all"], trust: bool
 ) -> Samples:
-    """The images that the user gives, else those of the run that `path` belongs to."""
+    """The images that the user gives, or else those of the run that `path` belongs to."""
     if images:
         found = find_images(images).images
         listed = [Sample(image.name, image.read) for image in found]
@@ -63,11 +63,11 @@ def verification_samples(
     if names_code(recipe.data.source) and not trust:
         raise UserError(
             f"the images of {run} are read by the code of {recipe.data.source}",
-            "if you trust that code, add --trust; or give images with --images",
+            "if you trust that code, add --trust; otherwise give images with --images",
             "untrusted-code",
         )
     if recipe.data.source == "synthetic":
-        raise UserError(f"{run} was trained on synthetic images, which show no fault", GIVE)
+        raise UserError(f"{run} was trained on synthetic images, which reveal no mistakes", GIVE)
     try:
         dataset = _evaluation_set(recipe)
     except (UserError, OSError) as error:

@@ -1,10 +1,10 @@
-"""Whether an exported file answers like the original: measured from the image files on, against what is noise.
+"""Whether an exported file gives the same results as the original, from image files to probabilities.
 
-The original's own noise is the floor: its answers to the same images in batches of other sizes and with one thread.
-The limit is the larger of `FLOOR_TIMES` the floor and `ROUNDINGS` units of rounding of its floating-point type; both
-are of logits, up to the constant that softmax ignores, because the probabilities of a model that is unsure hardly
-differ even if it is wrong. Promises: the file as written is loaded by the code that `drumline predict` uses; pixels
-must be equal; no image may change its class unless the original itself is undecided about it.
+The floor is the original's own noise: how far its outputs for the same images differ between batch sizes and numbers
+of threads. The limit is the larger of `FLOOR_TIMES` the floor and `ROUNDINGS` times the machine epsilon of the
+parameters' type. Both apply to logits, up to the constant that softmax ignores, because the probabilities of an
+uncertain model hardly change even if it is wrong. Promises: the file is loaded by the code that `drumline predict`
+uses; pixels must be equal; no image may change its class unless the original is undecided about it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ BULK = 32
 """Batch in which all images are compared."""
 FLOOR_TIMES = 8
 ROUNDINGS = 4096
-"""4.9e-4 for fp32. `benchmarks/export_matrix.py` shows how far below sound files stay."""
+"""4.9e-4 for fp32. `benchmarks/export_matrix.py` shows how far correct files stay below it."""
 UNSTABLE = 64
-"""Times the limit of rounding, from which on the original's own noise is no noise but a fault."""
+"""A floor above this multiple of the rounding limit is a fault of the model, not noise."""
 VISIBLE = 1e-4
 """Smallest probability whose logit is compared."""
 LATENCY_S = 1.0
@@ -49,7 +49,7 @@ LATENCY_S = 1.0
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two sets of answers to the same images are apart."""
+    """The difference between two sets of outputs for the same images."""
 
     logits: float = 0.0
     probability_max: float = 0.0
@@ -57,7 +57,7 @@ class Difference:
     agree: int = 0
     """Images with the same most likely class."""
     undecided: int = 0
-    """Images whose class differs, of two that are equally likely to the original."""
+    """Images whose class changes between two that the original finds equally likely."""
     images: int = 0
 
     @property
@@ -71,7 +71,7 @@ class Difference:
         return self.agree + self.undecided == self.images
 
     def __or__(self, other: Difference) -> Difference:
-        """Of both sets of images."""
+        """The difference over both sets of images."""
         images = self.images + other.images
         total = self.probability_mean * self.images + other.probability_mean * other.images
         return Difference(
@@ -85,7 +85,7 @@ class Difference:
 
 
 def difference(wanted: Tensor, found: Tensor, tie: float = 0.0) -> Difference:
-    """How far `found` is from `wanted`: probabilities, (images, outputs). The original is undecided
+    """The difference between `found` and `wanted`: probabilities, (images, outputs). The original is undecided
     between classes whose logits are closer than `tie`."""
     if not len(wanted):
         return Difference()
@@ -109,18 +109,18 @@ def difference(wanted: Tensor, found: Tensor, tie: float = 0.0) -> Difference:
 
 
 def limit(floor: Difference, dtype: torch.dtype) -> float:
-    """The largest difference of logits that counts as noise."""
+    """The largest difference in logits that counts as noise."""
     return max(FLOOR_TIMES * floor.logits, ROUNDINGS * torch.finfo(dtype).eps)
 
 
 def dtype_of(model: TrainedModel) -> torch.dtype:
-    """The coarsest floating-point type of the parameters; at best fp32, in which predictions are compared."""
+    """The coarsest floating-point type of the parameters, but at best fp32, in which predictions are compared."""
     types = {each.dtype for each in model.model.parameters() if each.is_floating_point()}
     return max({torch.float32, *types}, key=lambda each: torch.finfo(each).eps)
 
 
 def measure_floor(model: TrainedModel, pixels: Tensor) -> Difference:
-    """The noise of the original: batches of other sizes, and one thread. Raises an error if it is more than noise."""
+    """The noise of the original: with other batch sizes, in a second pass, and with one thread."""
     wanted, floor = answers(model, pixels), Difference()
     for batch in BATCHES:
         floor |= difference(wanted, answers(model, pixels, batch))
@@ -135,16 +135,16 @@ def measure_floor(model: TrainedModel, pixels: Tensor) -> Difference:
 
 
 def answers(model: Classifier, pixels: Tensor, batch: int = BULK) -> Tensor:
-    """The probabilities for pixels, in batches of one size; the last one is filled up, so that none is smaller."""
+    """The probabilities for pixels, in batches of one size; the last one is padded to it."""
     found = []
     for part in pixels.split(batch):
         filled = part[torch.arange(batch) % len(part)] if batch != BULK else part
         result = model.from_pixels(filled)
         if result.shape != (len(filled), model.record.outputs):
             raise UserError(
-                f"a batch of {len(filled)} gives {tuple(result.shape)} instead of "
+                f"a batch of {len(filled)} returns the shape {tuple(result.shape)}, not "
                 f"{(len(filled), model.record.outputs)}",
-                "keep the first dimension: x.view(x.shape[0], -1), or x.flatten(1)",
+                "keep the batch dimension: x.view(x.shape[0], -1), or x.flatten(1)",
                 "wrong-shape",
             )
         found.append(result[: len(part)])
@@ -153,7 +153,7 @@ def answers(model: Classifier, pixels: Tensor, batch: int = BULK) -> Tensor:
 
 @dataclass
 class Comparison:
-    """What verification measured."""
+    """The measurements of a verification."""
 
     floor: Difference
     limit: float
@@ -167,7 +167,7 @@ class Comparison:
     exported_correct: int = 0
     other_size: str = ""
     latency: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By batch size, milliseconds of the original and of the file."""
+    """Milliseconds of the original and of the file, by batch size."""
 
     @property
     def worst(self) -> Difference:
@@ -186,7 +186,7 @@ class Comparison:
         return not self.other_pixels and agree and self.worst.logits <= self.limit
 
     def evidence(self, of: str) -> dict[str, Any]:
-        """What the record of the file keeps."""
+        """The results that the record of the file keeps."""
         accuracy = {
             "model": self.correct / max(1, self.labelled),
             "exported": self.exported_correct / max(1, self.labelled),
@@ -212,7 +212,7 @@ class Comparison:
 def compare(
     original: TrainedModel, exported: Classifier, samples: list[Sample], floor: Difference
 ) -> Comparison:
-    """Compares the file with the original on every image, from decoding on."""
+    """Compares the file with the original on every image, starting with decoding."""
     found = Comparison(floor, limit(floor, dtype_of(original)))
     tie = 2 * found.limit
     for group in progress(_groups(original, exported, samples), "verifying", math.ceil(len(samples) / BULK)):
@@ -241,7 +241,7 @@ def compare(
     if not found.whole.images:
         raise UserError(
             f"none of the {len(samples):,} images can be read, so the export cannot be verified",
-            "give others with --images",
+            "give readable images with --images",
         )
     return found
 
@@ -249,7 +249,7 @@ def compare(
 def _groups(
     original: TrainedModel, exported: Classifier, samples: Iterable[Sample]
 ) -> Iterator[list[tuple[Sample, NDArray[np.uint8], NDArray[np.uint8]] | None]]:
-    """Each image as both see it, from its file on; None for one that cannot be read."""
+    """Each image as both see it after decoding and preprocessing; None if it cannot be read."""
 
     def seen(sample: Sample) -> tuple[Sample, NDArray[np.uint8], NDArray[np.uint8]] | None:
         try:
@@ -269,7 +269,7 @@ def _groups(
 
 
 def first_pixels(model: TrainedModel, samples: list[Sample]) -> Tensor:
-    """The pixels of the first images that can be read, for what is measured before the export."""
+    """The pixels of the first readable images, for the measurements before the export."""
     wanted, found = 2 * max(BATCHES), list[NDArray[np.uint8]]()
     for group in _groups(model, model, samples):
         found += [each[1] for each in group if each is not None]
@@ -278,13 +278,13 @@ def first_pixels(model: TrainedModel, samples: list[Sample]) -> Tensor:
     if not found:
         raise UserError(
             f"none of the {len(samples):,} images can be read, so the export cannot be verified",
-            "give others with --images",
+            "give readable images with --images",
         )
     return torch.from_numpy(np.stack(found[:wanted]))
 
 
 def try_other_size(original: TrainedModel, exported: ExportedModel, tolerance: float) -> str:
-    """What the program does with images of another size: `rejected`, `works`, `differs`, or `unchecked`."""
+    """What the program does with images of a different size: `rejected`, `works`, `differs`, or `unchecked`."""
     if exported.export.format == "aoti":
         return "unchecked"
     size = exported.record.size + 32
@@ -303,8 +303,8 @@ def try_other_size(original: TrainedModel, exported: ExportedModel, tolerance: f
 
 
 def latency(original: Classifier, exported: Classifier, pixels: Tensor) -> tuple[float, float]:
-    """Milliseconds for a batch that is on the device, the fastest of alternating rounds: what else the machine does
-    only adds time."""
+    """Milliseconds for a batch that is on the device: the minimum over alternating rounds, because other load only adds
+    time."""
     times: tuple[list[float], list[float]] = ([], [])
     pixels = pixels.to(original.device)
     wait = torch.cuda.synchronize if pixels.is_cuda else lambda: None

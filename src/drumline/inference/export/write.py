@@ -1,7 +1,7 @@
 """The formats that `drumline export` writes: each turns a module into a program that can be saved with a record.
 
-Promises: the batch dimension is dynamic, the others are fixed. The program is compiled once and saved as often as its
-record changes. An exporter's error is passed on as it is; `causes.py` explains it.
+Promises: the batch dimension is dynamic, the others are fixed. The program is compiled once, and saved again when its
+record changes. Errors of an exporter are passed on unchanged; `causes.py` explains them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drumline.inference.export.record import KEY, Format
 
 How = Literal["trace", "script"]
 Save = Callable[[Path, str], None]
-"""Writes the program with the text of its record."""
+"""Writes the program and the text of its record."""
 ENDINGS: dict[str, str] = {
     "pt2": ".pt2",
     "onnx": ".onnx",
@@ -42,7 +42,7 @@ class Program:
     save: Save
     how: str
     warned: tuple[tuple[str, int], ...] = ()
-    """File and line of what tracing warned about: Python values that became constants."""
+    """Files and lines that tracing warned about: Python values that became constants."""
 
 
 def check_needs(kind: Format) -> None:
@@ -52,7 +52,7 @@ def check_needs(kind: Format) -> None:
     compiler = os.environ.get("CXX", "g++")
     if kind == "aoti" and shutil.which(compiler) is None:
         raise UserError(
-            f"--format aoti needs a C++ compiler, and there is no {compiler}",
+            f"--format aoti needs a C++ compiler, but there is no {compiler}",
             "install g++, or set CXX to a compiler; --format pt2 needs none",
             "no-compiler",
         )
@@ -88,7 +88,7 @@ def _aoti(program: torch.export.ExportedProgram) -> Program:
         nonlocal package
         if not package:
             with quiet():
-                # Where AOTI_RUNTIME_CHECK_INPUTS=1 asks for checks, a batch of 1 is fine too.
+                # So that a batch of 1 passes the checks of AOTI_RUNTIME_CHECK_INPUTS=1.
                 configs = {"aot_inductor.metadata": {KEY: ""}, "aot_inductor.check_lowerbound": False}
                 torch._inductor.aoti_compile_and_package(
                     program, package_path=str(file), inductor_configs=configs
@@ -101,7 +101,7 @@ def _aoti(program: torch.export.ExportedProgram) -> Program:
 
 
 def _set_aoti_record(file: Path, record: str) -> None:
-    """Writes the record into the package's own metadata, where a C++ program reads it too."""
+    """Writes the record into the package's metadata, where C++ programs can read it, too."""
     with zipfile.ZipFile(file) as archive:
         members = {info: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -114,7 +114,7 @@ def _set_aoti_record(file: Path, record: str) -> None:
 
 
 def _onnx(exported: torch.export.ExportedProgram, takes: str) -> Program:
-    # Of a module, torch.onnx would try again with a fixed batch where a dynamic one fails, and say nothing.
+    # Given a module, torch.onnx would silently fall back to a fixed batch if a dynamic one fails.
     program = torch.onnx.export(
         exported,
         dynamo=True,
