@@ -303,8 +303,7 @@ def try_other_size(original: TrainedModel, exported: ExportedModel, tolerance: f
 
 
 def latency(original: Classifier, exported: Classifier, pixels: Tensor) -> tuple[float, float]:
-    """Milliseconds for a batch that is on the device: the minimum over alternating rounds, because other load only adds
-    time."""
+    """Milliseconds for a batch on the device. The minimum over alternating rounds: other load only adds time."""
     times: tuple[list[float], list[float]] = ([], [])
     pixels = pixels.to(original.device)
     wait = torch.cuda.synchronize if pixels.is_cuda else lambda: None
