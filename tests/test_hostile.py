@@ -130,7 +130,9 @@ def test_arguments_in_the_record_of_weights_load_no_files(run: Path, timm: None,
     plain = images | {"size": 8, "mean": [0.5], "std": [0.5], "classes": ["a", "b"], "outputs": 2}
     record = read_record(plain | {"model": "timm/resnet18", "args": [argument]})
     export_tensors(model.state_dict(), "model.safetensors", record)
-    with pytest.raises(UserError, match="model.args: checkpoint_path = .*: a model is built without weights"):
+    with pytest.raises(
+        UserError, match=r"model.args: checkpoint_path = .*: a model is built without weights"
+    ):
         load_model("model.safetensors")
     assert not Path("owned").exists()
 

@@ -34,9 +34,8 @@ def make_loss(train: Train, classes: int, device: torch.device) -> Loss:
     """The recipe's loss, tried on a few made-up logits if it is the user's own."""
     if names_code(train.loss):
         return OwnLoss(train.loss, classes, device)
-    if train.loss == "bce":
-        return partial(binary_cross_entropy, smoothing=train.label_smoothing)
-    return partial(cross_entropy, smoothing=train.label_smoothing)
+    losses = {"cross_entropy": cross_entropy, "bce": binary_cross_entropy}
+    return partial(losses[train.loss], smoothing=train.label_smoothing)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
