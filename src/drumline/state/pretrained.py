@@ -1,7 +1,9 @@
 """Pretrained weights of torchvision and timm by name: `torchvision:resnet50`, `timm:resnet50.a1_in1k`.
 
-Promises: a name means one file, whatever else the machine has, and the file's checksum is the one in its name. Files
-that torch.hub or huggingface_hub have downloaded before are found without a network and, for built-in models and
+Promises: a name means one file, whatever else the machine has; of a Hugging Face repository, that of the revision
+downloaded as main. A file is compared with the SHA-256 in its name, if there is one: torchvision's names end in its
+first digits, and Hugging Face's cache links to a file that it names. Files that torch.hub or huggingface_hub have
+downloaded before are found without a network and, for built-in models and
 files with a config.json, without the library. Only torch.hub and huggingface_hub themselves download. Where that
 fails, the error names the file and where to put it.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -177,7 +180,7 @@ def _timm(text: str, name: str) -> _Found:
 def _config(file: Path) -> dict[str, Any] | None:
     """What timm stores beside its weights; None if there is none."""
     try:
-        stored = json.loads(read_small(file, 1 << 20))
+        stored = json.loads(read_small(file.resolve(), 1 << 20))  # in a cache, a link
     except FileNotFoundError:
         return None
     except (ValueError, CorruptError) as error:
@@ -236,8 +239,13 @@ def _hub_file(text: str, url: str) -> Path:
                 f"download {url} where there is a network, and put it there, or give its path as model.weights"
                 + _others(folder, text),
             ) from error
-    digest = file.stem.rpartition("-")[2]
-    if not file_sha256(file)[1].startswith(digest):
+    digest = re.search(r"-([0-9a-f]{8,64})\.", file.name)  # as torch.hub finds it, but no word such as `-ad`
+    return _verified(text, file, digest[1] if digest else "")
+
+
+def _verified(text: str, file: Path, digest: str) -> Path:
+    """The file, if its SHA-256 begins with `digest`."""
+    if digest and not file_sha256(file.resolve())[1].startswith(digest):
         raise UserError(
             f"model.weights = {text}: {file} is damaged: its SHA-256 does not begin with {digest}",
             "delete it, and give the command again, or copy it again",
@@ -259,11 +267,10 @@ def _others(folder: Path, text: str) -> str:
 def _hugging_face_file(text: str, repository: str) -> Path:
     """A file of Hugging Face's cache."""
     file = _snapshot(repository)
-    if file is not None:
-        return file
     try:
-        hub = import_module("huggingface_hub")
-        return Path(hub.hf_hub_download(repository, "model.safetensors"))
+        if file is None:
+            hub = import_module("huggingface_hub")
+            file = Path(hub.hf_hub_download(repository, "model.safetensors"))
     except Exception as error:  # the library raises errors of its own and of its network stack
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -272,15 +279,18 @@ def _hugging_face_file(text: str, repository: str) -> Path:
             f"download it from Hugging Face ({repository}) where there is a network, and give its path as "
             "model.weights, with model.name",
         ) from error
+    blob = file.resolve().name  # the SHA-256 of a large file
+    return _verified(text, file, blob if re.fullmatch(r"[0-9a-f]{64}", blob) else "")
 
 
 def _snapshot(repository: str) -> Path | None:
-    """The weights of a repository in Hugging Face's cache, of its main revision if that is known."""
+    """The weights of a repository in Hugging Face's cache, of its main revision."""
     folder = _hugging_face_cache() / f"models--{repository.replace('/', '--')}"
     main = folder / "refs" / "main"
-    revision = main.read_text().strip() if main.is_file() else ""
-    files = sorted(folder.glob(f"snapshots/{revision or '*'}/model.safetensors"))
-    return files[0] if len(files) == 1 else None
+    if not main.is_file():
+        return None
+    file = folder / "snapshots" / main.read_text().strip() / "model.safetensors"
+    return file if file.is_file() else None
 
 
 def _hugging_face_cache() -> Path:
