@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drumline.config.sources import LIBRARIES
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, read_small
 from drumline.core.text import either, near
@@ -32,7 +33,6 @@ from drumline.models.registry import IMAGENET
 from drumline.state.model_record import CHOICES, ModelRecord
 from drumline.state.tensors import file_sha256
 
-LIBRARIES = ("torchvision", "timm")
 HOST = "https://download.pytorch.org/models"
 """Where torchvision's weights are."""
 
