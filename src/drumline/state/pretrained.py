@@ -3,9 +3,9 @@
 Promises: a name means one file, whatever else the machine has; of a Hugging Face repository, that of the revision
 downloaded as main. A file is compared with the SHA-256 in its name, if there is one: torchvision's names end in its
 first digits, and Hugging Face's cache links to a file that it names. Files that torch.hub or huggingface_hub have
-downloaded before are found without a network and, for built-in models and
-files with a config.json, without the library. Only torch.hub and huggingface_hub themselves download. Where that
-fails, the error names the file and where to put it.
+downloaded before are found without a network and, for built-in models and files with a config.json, without the
+library. Only torch.hub and huggingface_hub themselves download. Where that fails, the error names the file and where
+to put it.
 """
 
 from __future__ import annotations
