@@ -6,22 +6,27 @@ import ast
 import json
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drumline.cli import main
 from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, write_sealed
+from drumline.inference.model import load_model
 from drumline.models import create_model
 from drumline.state.checkpoint import known_sha256, write_checkpoint, write_checksums
 from drumline.state.manifest import Position
+from drumline.state.model_record import read_record
 from drumline.state.tensors import write_tensors
-from drumline.state.weights import export_weights, load_weights
+from drumline.state.weights import export_tensors, export_weights, load_weights
 
 SOURCE = Path(__file__).parents[1] / "src" / "drumline"
 EVIL = "import pathlib\npathlib.Path('owned').touch()\n\ndef boom(**words):\n    raise SystemExit\n"
@@ -88,6 +93,60 @@ def test_a_pickle_under_any_file_name_is_rejected_unexecuted(run: Path, name: st
     )
     with pytest.raises(UserError, match=name):
         load_weights(create_model("resnet8", classes=10), name)
+    assert not Path("owned").exists()
+
+
+@pytest.fixture
+def timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with timm's signature that loads `checkpoint_path` as timm does."""
+
+    def create(
+        model_name: str,
+        pretrained: bool = False,
+        pretrained_cfg: Any = None,
+        pretrained_cfg_overlay: Any = None,
+        checkpoint_path: Any = None,
+        cache_dir: Any = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        if checkpoint_path:
+            torch.load(checkpoint_path, weights_only=False)
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, kwargs["num_classes"]))
+
+    module = ModuleType("timm")
+    vars(module).update(create_model=create, is_model="resnet18".__eq__, list_models=lambda: ["resnet18"])
+    monkeypatch.setitem(sys.modules, "timm", module)
+
+
+LOADS = ["checkpoint_path:w.pth", "checkpoint_path:w", "checkpoint_path:1"]
+
+
+@pytest.mark.parametrize("argument", LOADS)
+def test_arguments_in_the_record_of_weights_load_no_files(run: Path, timm: None, argument: str) -> None:
+    for name in ("w.pth", "w"):
+        torch.save(Trap(), name)
+    model = create_model("timm/resnet18", classes=2)
+    images = {"resize": "pillow12", "interpolation": "bilinear", "exif": "ignore", "eval_crop": 0.875}
+    plain = images | {"size": 8, "mean": [0.5], "std": [0.5], "classes": ["a", "b"], "outputs": 2}
+    record = read_record(plain | {"model": "timm/resnet18", "args": [argument]})
+    export_tensors(model.state_dict(), "model.safetensors", record)
+    with pytest.raises(
+        UserError, match=r"model.args: checkpoint_path = .*: models are built without weights"
+    ):
+        load_model("model.safetensors")
+    assert not Path("owned").exists()
+
+
+@pytest.mark.parametrize("argument", LOADS)
+def test_arguments_in_a_recipe_load_no_files(
+    run: Path, timm: None, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    for name in ("w.pth", "w"):
+        torch.save(Trap(), name)
+    recipe = f'[model]\nname = "timm/resnet18"\nargs = ["{argument}"]\n[data]\nsource = "digits"\n'
+    (run / "recipe.toml").write_text(recipe)
+    assert main(["train", str(run / "recipe.toml"), "--dry-run"]) == 2
+    assert "model.args: checkpoint_path = " in capsys.readouterr().err
     assert not Path("owned").exists()
 
 

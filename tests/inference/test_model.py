@@ -82,6 +82,19 @@ def test_pixels_of_arrays_are_those_of_evaluation(tmp_path: Path, channels: int)
             assert np.array_equal(model.pixels(image[:, :, 0]), model.pixels(image))
 
 
+def test_preprocess_gives_what_the_module_takes(tmp_path: Path) -> None:
+    model = stored(tmp_path)
+    images = [np.random.default_rng(n).integers(0, 256, (40, 30 + n, 3), dtype=np.uint8) for n in range(3)]
+    inputs = model.preprocess(images)
+    pixels = np.stack([model.pixels(image) for image in images])
+    mean, std = (255 * torch.tensor(each)[:, None, None] for each in (model.record.mean, model.record.std))
+    wanted = (torch.from_numpy(pixels).permute(0, 3, 1, 2) - mean) / std
+    assert inputs.shape == (3, 3, 24, 24)
+    assert torch.allclose(inputs, wanted, atol=1e-5)
+    with torch.inference_mode():
+        assert torch.equal(model.model(inputs).softmax(dim=1), model.probabilities(images))
+
+
 def test_a_run_predicts_what_it_was_scored_with(tmp_path: Path) -> None:
     recipe = Recipe(
         run=Run(dir=str(tmp_path), name="one", device="cpu"),

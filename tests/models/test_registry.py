@@ -251,6 +251,27 @@ def test_arguments_that_a_model_does_not_take_are_rejected(
     assert fix in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    "value", ["../w", "w.pth", "file:w", "hf_hub:a/b", "https://a.b/w.pth", "~", "a b", "x" * 65]
+)
+def test_text_arguments_of_a_library_model_are_plain_words(own_module: str, value: str) -> None:
+    for name in ("resnet8", "torchvision/resnet18", "timm/resnet18"):
+        with pytest.raises(UserError, match=r"model.args: stem = .*: arguments of .* are numbers") as caught:
+            create_model(name, 4, stem=value)
+        assert "model.weights" in caught.value.fix
+    assert create_model(f"{own_module}:theirs", 4, wide=value) is not None
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["pretrained", "weights", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"],
+)
+def test_arguments_that_load_files_are_rejected(own_module: str, key: str) -> None:
+    for name in ("resnet8", "torchvision/resnet18", "timm/resnet18", f"{own_module}:theirs"):
+        with pytest.raises(UserError, match=f"model.args: {key} = w: models are built without weights"):
+            create_model(name, 4, **{key: "w"})
+
+
 def test_errors_from_a_users_factory_are_not_hidden(own_module: str) -> None:
     with pytest.raises(RuntimeError, match="inside the factory"):
         create_model(f"{own_module}:breaks")

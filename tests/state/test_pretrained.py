@@ -12,7 +12,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from drumline.core.errors import UserError
 from drumline.models import create_model
@@ -76,6 +76,15 @@ def test_a_damaged_file_is_an_error(caches: Path, monkeypatch: pytest.MonkeyPatc
         pretrained_file("torchvision:mobilenet_v2")
 
 
+def test_a_file_without_a_checksum_in_its_name_loads(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = cached(caches, monkeypatch)
+    for name in ("mobilenet_v2_1k_224_ema.pth", "mobilenet_v2-finetuned.pth", "mobilenet-v2.pth"):
+        file = file.rename(file.with_name(name))
+        table = {**TORCHVISION, "mobilenet_v2": (Published("IMAGENET1K_V1", name, 256),)}
+        monkeypatch.setattr(pretrained, "TORCHVISION", table)
+        assert pretrained_file("torchvision:mobilenet_v2") == file
+
+
 def test_the_record_says_how_torchvision_prepares_images() -> None:
     first, second = (pretrained_record(f"torchvision:resnet50.IMAGENET1K_V{n}") for n in (1, 2))
     assert (first.model, first.size, first.interpolation) == ("resnet50", 224, "bilinear")
@@ -114,16 +123,22 @@ def test_a_name_that_cannot_be_resolved_is_an_error_with_a_fix(name: str, what: 
 
 
 def hugging_face(folder: Path, repository: str, config: dict[str, Any] | None) -> Path:
-    """A file in Hugging Face's cache."""
+    """A file in Hugging Face's cache, where snapshots link to blobs."""
     cache = folder / "hf" / "hub" / f"models--{repository.replace('/', '--')}"
-    (cache / "refs").mkdir(parents=True)
+    for each in ("refs", "blobs", "snapshots/abc"):
+        (cache / each).mkdir(parents=True)
     (cache / "refs" / "main").write_text("abc")
-    file = cache / "snapshots" / "abc" / "model.safetensors"
-    file.parent.mkdir(parents=True)
-    save_file(dict(create_model("resnet18", 10).state_dict()), file)
+
+    def link(name: str, blob: str, content: bytes) -> Path:
+        (cache / "blobs" / blob).write_bytes(content)
+        file = cache / "snapshots" / "abc" / name
+        file.symlink_to(Path("..", "..", "blobs", blob))
+        return file
+
     if config is not None:
-        (file.parent / "config.json").write_text(json.dumps(config))
-    return file
+        link("config.json", "0" * 40, json.dumps(config).encode())
+    weights = save(dict(create_model("resnet18", 10).state_dict()))
+    return link("model.safetensors", hashlib.sha256(weights).hexdigest(), weights)
 
 
 def test_weights_of_timm_in_the_cache_bring_their_images(caches: Path) -> None:
@@ -138,6 +153,23 @@ def test_weights_of_timm_in_the_cache_bring_their_images(caches: Path) -> None:
     (file.parent / "config.json").write_text("{")
     with pytest.raises(UserError, match="not a timm configuration"):
         pretrained_record("timm:resnet18.a1_in1k")
+
+
+def test_a_file_of_hugging_face_has_the_checksum_that_names_its_blob(caches: Path) -> None:
+    file = hugging_face(caches, "timm/resnet18.a1_in1k", {"pretrained_cfg": {}})
+    blob = file.resolve()
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged: its SHA-256 does not begin with"):
+        pretrained_file("timm:resnet18.a1_in1k")
+
+
+def test_a_cached_revision_that_is_not_main_is_not_taken(caches: Path) -> None:
+    file = hugging_face(caches, "timm/resnet18.a1_in1k", {"pretrained_cfg": {}})
+    (file.parents[2] / "refs" / "main").unlink()
+    with pytest.raises(UserError, match="timm is not installed"):
+        pretrained_file("timm:resnet18.a1_in1k")
 
 
 def test_an_installed_timm_says_where_its_weights_are(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32
+from drumline.guards.checks.frozen import followers
 from drumline.guards.checks.model import not_in_optimizer
 from drumline.guards.checks.nonfinite import Origin
 from drumline.guards.finding import Finding, LoopState
 from drumline.guards.run.nonfinite import advice, nonfinite_finding, save_batch
 from drumline.parallel.world import single_process
+from drumline.training import guards
 from drumline.training.guards import as_error, foreign_parameters
 from drumline.training.loop import train
 from drumline.training.replay import find_origin
@@ -203,3 +206,45 @@ def test_a_non_finite_state_ends_a_run_before_it_is_evaluated_or_saved(
     assert said in ended.value.what
     assert '"kind": "eval' not in (folder / "metrics.jsonl").read_text()
     assert not list((folder / "checkpoints").glob("step-*"))
+
+
+class Momentum(nn.Module):
+    """A frozen copy that follows the trained layer, as in BYOL."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.online = nn.Linear(3, classes)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = images.mean((2, 3))
+        if self.training:
+            with torch.no_grad():
+                for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    target.lerp_(online, 0.1)
+        return self.online(rows) + 0.01 * self.target(rows)
+
+
+def test_a_momentum_encoder_is_recognised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def counted(module: nn.Module, names: list[str]) -> set[str]:
+        asked.append(names)
+        return followers(module, names)
+
+    monkeypatch.setattr(guards, "followers", counted)
+    recipe = Recipe.from_args(
+        (
+            "data.source=tests.training.few_ranks:load",
+            "model.name=tests.training.test_guards:Momentum",
+            "data.batch=8",
+            "train.steps=8",
+            "train.eval_every=0",
+            "guard.every=1",
+            "parallel.threads=1",
+            "run.device=cpu",
+            f"run.dir={tmp_path}",
+        )
+    )
+    train(recipe, single_process(tiny.CPU))
+    assert asked == [["target.bias", "target.weight"]]

@@ -13,14 +13,7 @@ from drumline.config.arguments import read_options
 from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.core.text import percent, print_result, printable
-
-AnyFormat = Literal["pt2", "onnx", "aoti", "torchscript", "safetensors"]
-FORMATS: dict[str, AnyFormat] = {
-    ".pt2": "pt2",
-    ".onnx": "onnx",
-    ".pt": "torchscript",
-    ".safetensors": "safetensors",
-}
+from drumline.inference.export.formats import ENDINGS, AnyFormat, Device, How, Weights
 
 
 @dataclass(frozen=True)
@@ -29,7 +22,7 @@ class Options:
 
     model: str
     """A run folder, a checkpoint, or weights that Drumline wrote."""
-    format: Literal["auto", "pt2", "onnx", "aoti", "torchscript", "safetensors"] = "auto"
+    format: Literal["auto", AnyFormat] = "auto"
     """Format of the file. `auto`: by the extension of `--out`, where .pt2 means pt2."""
     out: str = ""
     """File to write. Default: the name of the run, in the current folder. An existing file is replaced once the new
@@ -37,16 +30,16 @@ class Options:
     raw: bool = False
     """Export a program that takes normalised float images (batch, 3, size, size) and returns logits, instead of
     pixels and probabilities."""
-    weights: Literal["auto", "model", "average"] = "auto"
+    weights: Weights = "auto"
     """`auto`: a run's best weights, as for `drumline predict` (averaged weights if train.ema is on). `model`,
     `average`: the trained or the averaged weights of the newest checkpoint."""
-    how: Literal["trace", "script"] = "trace"
+    how: How = "trace"
     """For torchscript: `trace` records one pass, and `script` compiles the source, which keeps branches."""
     images: tuple[str, ...] = ()
     """Verify on these images: files, folders or .tar archives, instead of the run's evaluation images."""
     samples: Annotated[int | Literal["all"], Range(1, 1 << 30)] = 512
     """Verify on this many images, evenly spaced over the split, or on `all`."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
     """Where to verify and time the file. pt2 and aoti files run on this device only, the others on both."""
     trust: bool = False
     """Run the code that builds the model, if it is your own (package.module:factory)."""
@@ -93,23 +86,10 @@ def main(argv: list[str]) -> int:
     options = read_options(argv, Options, "export")
     kind = _format(options)
 
-    from drumline.inference.export.export import Request, run_export
+    from drumline.inference.export.export import export_model
 
     with trust_by_option():
-        report = run_export(
-            Request(
-                options.model,
-                kind,
-                options.out,
-                options.raw,
-                options.how,
-                options.weights,
-                options.images,
-                options.samples,
-                options.device,
-                options.trust,
-            )
-        )
+        report = export_model(**vars(options) | {"format": kind})
     if sys.stdout.isatty():
         print(report_text(options.model, report))
     else:
@@ -122,12 +102,13 @@ def _format(options: Options) -> AnyFormat:
     if options.format != "auto":
         return options.format
     ending = Path(options.out).suffix
-    if ending not in FORMATS:
+    named = [kind for kind, each in ENDINGS.items() if each == ending]
+    if not named:
         raise UserError(
             f"export needs a format{f', and {ending!r} is not the extension of one' if options.out else ''}",
             "add --format onnx, pt2, aoti, torchscript or safetensors",
         )
-    return FORMATS[ending]
+    return named[0]
 
 
 def report_text(model: str, report: dict[str, Any]) -> str:

@@ -81,9 +81,6 @@ class Field:
         return listed[0] if listed else from_text(self.hint, [_SAMPLES[kind]])
 
 
-"""The limits that have an example."""
-
-
 class WrongValue(ValueError):
     """A value of the wrong type; `expected(hint)` describes the right one."""
 

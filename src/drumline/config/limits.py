@@ -143,6 +143,10 @@ class Names:
 
     def check(self, value: str) -> Wrong | None:
         module, colon, attribute = value.partition(":")
+        if colon and "/" in value:
+            return Wrong(
+                "has a slash", f"give {self.example}, and put the folder of the package on PYTHONPATH"
+            )
         if value in (self.names or ("",)) or (colon and module and attribute):
             return None
         path, dot, last = value.rpartition(".")

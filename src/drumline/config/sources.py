@@ -110,9 +110,13 @@ def source_named(name: str) -> Source:
 _CUSTOM = Source("drumline.data.sources.custom:open_custom", "passed to the factory", needs_path=False)
 
 
+LIBRARIES = ("torchvision", "timm")
+"""Packages of models that names begin with, as `timm/NAME` and `timm:WEIGHTS`."""
+
+
 def names_code(name: str) -> bool:
     """Whether a name is a `package.module:thing`: the user's own code."""
-    return ":" in name and not name.startswith(("torchvision/", "timm/"))
+    return ":" in name and name.partition("/")[0] not in LIBRARIES
 
 
 INSTALLED = ("torch.optim", "torch.nn", "torch.nn.functional")

@@ -70,6 +70,15 @@ def accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def check_called(function: Callable[..., Any], title: str, called: str, what: str) -> None:
+    """Rejects a function that cannot be called as `called`, such as `(logits, labels)`: `what` in plain words."""
+    if not accepts(function, *called.split(",")):
+        raise UserError(
+            f"{title}: cannot be called as {called}; its signature is {signature_of(function)}",
+            f"take {what} as the first two parameters, and give the others defaults",
+        )
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """A function's signature, if it has one."""
     try:

@@ -100,20 +100,14 @@ def rate_factors(model: nn.Module, head: float, decay: float) -> dict[str, float
 
 def _depths(model: nn.Module) -> dict[str, int]:
     """The number of the block of each parameter: 0 before the first block, one more than the last after it."""
-    numbers = {id(block): number for number, block in enumerate(repeated_blocks(model), 1)}
-    if not numbers:
+    blocks = repeated_blocks(model)
+    if not blocks:
         raise UserError(
             f"optim.layer_decay: {type(model).__name__} has no repeated blocks, so its layers have no depth",
             "remove it, or add a method blocks() to your own model that lists its blocks in order",
         )
-    block_of = {
-        id(each): number
-        for block in repeated_blocks(model)
-        if (number := numbers[id(block)])
-        for each in block.parameters()
-    }
-    depths, current = {}, 0
-    last = max(numbers.values())
+    block_of = {id(each): number for number, block in enumerate(blocks, 1) for each in block.parameters()}
+    depths, current, last = {}, 0, len(blocks)
     for name, each in model.named_parameters():
         current = block_of.get(id(each), last + 1 if current >= last else current)
         depths[name] = current

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.named import accepts, load_named, signature_of
 from drumline.core.text import either, near
@@ -109,14 +111,14 @@ def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
         raise UserError(
             f"{classes} classes: a classifier needs at least one output", fix="set model.classes to 1 or more"
         )
-    _reject_weights(arguments)
+    _reject_files(name, arguments)
     if name in _TABLE:
         return _built(name, partial(_TABLE[name], classes=classes), arguments)
     if name.startswith("torchvision/"):
         return _torchvision(name.removeprefix("torchvision/"), classes, arguments)
     if name.startswith("timm/"):
         return _timm(name.removeprefix("timm/"), classes, arguments)
-    if ":" in name:
+    if names_code(name):
         return _users_own(name, classes, arguments)
     raise UserError(f"there is no model {name!r}", _meant(name))
 
@@ -158,13 +160,30 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _reject_weights(arguments: Mapping[str, Any]) -> None:
-    """Rejects arguments that would load weights that the recipe does not record."""
-    for key in ("pretrained", "weights"):
-        if arguments.get(key):
+_LOADING = (
+    "pretrained",
+    "weights",
+    "checkpoint_path",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "cache_dir",
+)
+"""Arguments of torchvision and timm that choose files to load. `none` and `false` are accepted."""
+
+
+def _reject_files(name: str, arguments: Mapping[str, Any]) -> None:
+    """Rejects arguments that would load weights: the recipe does not record them, and they may hold code. In other
+    arguments of a model that is not the user's own, a text is one word, such as `gelu`, so it cannot name a file."""
+    for key, value in arguments.items():
+        if key in _LOADING and value:
             raise UserError(
-                f"model.args: {key} = {arguments[key]}: models are built without weights",
+                f"model.args: {key} = {value}: models are built without weights",
                 "download the weights, and set model.weights to their file",
+            )
+        if isinstance(value, str) and not names_code(name) and not re.fullmatch(r"[\w-]{1,64}", value):
+            raise UserError(
+                f"model.args: {key} = {value}: arguments of {name} are numbers, true, false, none or one word",
+                "use letters, digits, _ and - only; set model.weights to load a file",
             )
 
 
@@ -196,11 +215,7 @@ def _torchvision(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Mo
     if name not in names:
         raise _unknown("torchvision", name, names)
     build = partial(models.get_model, name, weights=None, num_classes=classes)
-    return _built(f"torchvision/{name}", build, {k: v for k, v in arguments.items() if k not in _NO_WEIGHTS})
-
-
-_NO_WEIGHTS = ("pretrained", "weights")
-"""Arguments that `_reject_weights` accepts only if they request no weights."""
+    return _built(f"torchvision/{name}", build, {k: v for k, v in arguments.items() if k not in _LOADING})
 
 
 def _timm(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
@@ -208,7 +223,7 @@ def _timm(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
     build = partial(timm.create_model, name, pretrained=False, num_classes=classes)
-    return _built(f"timm/{name}", build, {k: v for k, v in arguments.items() if k not in _NO_WEIGHTS})
+    return _built(f"timm/{name}", build, {k: v for k, v in arguments.items() if k not in _LOADING})
 
 
 def _optional(module: str, name: str) -> Any:

@@ -1,15 +1,17 @@
 """Pretrained weights of torchvision and timm by name: `torchvision:resnet50`, `timm:resnet50.a1_in1k`.
 
-Promises: a name means the same file on every machine, and the checksum in a torch.hub file name is verified. Files
-that torch.hub or huggingface_hub have downloaded before are found without a network and, for built-in models and
-files with a config.json, without the library. Only torch.hub and huggingface_hub themselves download. If that fails,
-the error names the file and where to put it.
+Promises: a name means the same file on every machine: in a Hugging Face repository, that of the main revision. The
+SHA-256 in the name of a torch.hub file, or of the file that Hugging Face's cache links to, is verified. Files that
+torch.hub or huggingface_hub have downloaded before are found without a network and, for built-in models and files
+with a config.json, without the library. Only torch.hub and huggingface_hub themselves download. If that fails, the
+error names the file and where to put it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drumline.config.sources import LIBRARIES
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, read_small
 from drumline.core.text import either, near
@@ -29,7 +32,6 @@ from drumline.models.registry import IMAGENET
 from drumline.state.model_record import CHOICES, ModelRecord
 from drumline.state.tensors import file_sha256
 
-LIBRARIES = ("torchvision", "timm")
 HOST = "https://download.pytorch.org/models"
 """Where torchvision's weights are."""
 
@@ -179,7 +181,7 @@ def _timm(text: str, name: str) -> _Found:
 def _config(file: Path) -> dict[str, Any] | None:
     """The configuration that timm stores next to its weights; None if there is none."""
     try:
-        stored = json.loads(read_small(file, 1 << 20))
+        stored = json.loads(read_small(file.resolve(), 1 << 20))  # in a cache, a link
     except FileNotFoundError:
         return None
     except (ValueError, CorruptError) as error:
@@ -238,8 +240,13 @@ def _hub_file(text: str, url: str) -> Path:
                 f"download {url} on a machine with a network, and copy it to that path or give its path as "
                 "model.weights" + _others(folder, text),
             ) from error
-    digest = file.stem.rpartition("-")[2]
-    if not file_sha256(file)[1].startswith(digest):
+    digest = re.search(r"-([0-9a-f]{8,64})\.", file.name)  # as torch.hub finds it, but no word such as `-ad`
+    return _verified(text, file, digest[1] if digest else "")
+
+
+def _verified(text: str, file: Path, digest: str) -> Path:
+    """The file, if its SHA-256 begins with `digest`."""
+    if digest and not file_sha256(file.resolve())[1].startswith(digest):
         raise UserError(
             f"model.weights = {text}: {file} is damaged: its SHA-256 does not begin with {digest}",
             "delete it and repeat the command, or copy it again",
@@ -261,11 +268,10 @@ def _others(folder: Path, text: str) -> str:
 def _hugging_face_file(text: str, repository: str) -> Path:
     """A file of Hugging Face's cache."""
     file = _snapshot(repository)
-    if file is not None:
-        return file
     try:
-        hub = import_module("huggingface_hub")
-        return Path(hub.hf_hub_download(repository, "model.safetensors"))
+        if file is None:
+            hub = import_module("huggingface_hub")
+            file = Path(hub.hf_hub_download(repository, "model.safetensors"))
     except Exception as error:  # the library raises its own errors and those of its network stack
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -274,15 +280,18 @@ def _hugging_face_file(text: str, repository: str) -> Path:
             f"download it from Hugging Face ({repository}) on a machine with a network, and give its path as "
             "model.weights, with model.name",
         ) from error
+    blob = file.resolve().name  # the SHA-256 of a large file
+    return _verified(text, file, blob if re.fullmatch(r"[0-9a-f]{64}", blob) else "")
 
 
 def _snapshot(repository: str) -> Path | None:
-    """The weights of a repository in Hugging Face's cache, in its main revision if that is known."""
+    """The weights in the main revision of a repository in Hugging Face's cache."""
     folder = _hugging_face_cache() / f"models--{repository.replace('/', '--')}"
     main = folder / "refs" / "main"
-    revision = main.read_text().strip() if main.is_file() else ""
-    files = sorted(folder.glob(f"snapshots/{revision or '*'}/model.safetensors"))
-    return files[0] if len(files) == 1 else None
+    if not main.is_file():
+        return None
+    file = folder / "snapshots" / main.read_text().strip() / "model.safetensors"
+    return file if file.is_file() else None
 
 
 def _hugging_face_cache() -> Path:

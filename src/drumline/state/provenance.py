@@ -24,6 +24,7 @@ import torch
 
 from drumline.config.arguments import named_code
 from drumline.config.recipe import Recipe
+from drumline.config.sources import LIBRARIES
 from drumline.config.toml import differing_fields
 from drumline.core.machine import host_name
 from drumline.core.text import printable
@@ -53,8 +54,6 @@ HARMLESS = re.compile(
 PACKAGES = ("drumline", "torch", "numpy", "pillow", "safetensors")
 COMPARED = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 """Packages whose versions all ranks of a run must share."""
-LIBRARIES = ("torchvision", "timm")
-"""Packages whose versions matter only if a recipe names something in them."""
 IRRELEVANT_TO_BITS = (
     "run.dir",
     "run.name",

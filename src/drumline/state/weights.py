@@ -112,9 +112,8 @@ def record_of_weights(path: str | Path, fields: WeightFields | None = None) -> M
 
 def fitting_models(path: str | Path, fields: WeightFields | None = None) -> list[str]:
     """The built-in models that the tensors of a file fit, with any number of classes."""
-    with torch.device("meta"):
-        shell = nn.Identity()
-    return list(_fitting_names(unwrapped_state(read_state(resolve_weights(path, fields), fields), shell)))
+    state = read_state(resolve_weights(path, fields), fields)
+    return list(_fitting_names(unwrapped_state(state, nn.Identity())))
 
 
 def weights_record(file: Path) -> ModelRecord | None:

@@ -24,7 +24,6 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core import arithmetic
 from drumline.core.errors import UserError
-from drumline.core.files import write_output
 from drumline.core.heartbeat import Phase, enter
 from drumline.core.precision import FP32, Precision, autocast, resolve_precision
 from drumline.core.progress import progress
@@ -41,7 +40,7 @@ from drumline.training.consistency import check_data, check_recipes, check_softw
 from drumline.training.metrics import Metric, Outputs, Score, Sums, describe, score_of
 from drumline.training.model import FIELDS, build_model, model_record, reject_nonfinite, shared_weights
 from drumline.training.report import Predictions, Report
-from drumline.training.report_output import class_lines, confusion_csv, predictions_csv, summary
+from drumline.training.report_output import class_lines, summary, write_files
 from drumline.training.sets import (
     Normalise,
     Sets,
@@ -229,8 +228,7 @@ def evaluate_weights(
         for line in ("", *class_lines(report, width), ""):
             display.log(line)
     if world.is_rank_zero:
-        for line in _write(report, sets, predictions, confusion):
-            display.log(line)
+        write_files(report, sets.eval, sets.bad[1].bad, predictions, confusion, display.log)
     display.end()
     return EvalResult(
         weights=recipe.model.weights,
@@ -241,26 +239,6 @@ def evaluate_weights(
         report=report,
         per_class=per_class,
     )
-
-
-def _write(report: Report, sets: Sets, predictions: str, confusion: str) -> Iterator[str]:
-    """Writes the requested files; returns a line for each."""
-    if predictions:
-        watch = partial(progress, text="writing predictions")
-        _write_text("--predictions", predictions, predictions_csv(report, sets.eval, sets.bad[1].bad, watch))
-        yield f"predictions written to {predictions}"
-    if confusion:
-        _write_text("--confusion", confusion, confusion_csv(report))
-        yield f"confusion matrix written to {confusion}"
-
-
-def _write_text(option: str, path: str, text: str) -> None:
-    try:
-        write_output(Path(path), text.encode())
-    except OSError as error:
-        raise UserError(
-            f"{option} {path} cannot be written: {error.strerror or error}", "free space, or write elsewhere"
-        ) from error
 
 
 def model_to_score(

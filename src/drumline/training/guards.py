@@ -54,6 +54,8 @@ class RunGuards:
         self.monitor.agreed = self.first_step
         self.reported: set[str] = set()
         """Guards that have reported. The same on every rank."""
+        self._led: set[str] = set()
+        """Frozen tensors that follow trained ones, such as a momentum encoder's. The same on every rank."""
         self._own: list[Finding] = []
         self._modes = {name: part.training for name, part in run.state.module.named_modules()}
         self._samples = torch.empty(0, dtype=torch.int64)
@@ -155,10 +157,10 @@ class RunGuards:
     def _report_moved(self, moved: tuple[Key, ...], since: str) -> None:
         """Reports frozen tensors that have changed. All ranks call it with the same tensors."""
         module, world = self.run.state.module, self.run.world
-        names = [name for _, name in moved]
-        led = set().union(*world.all_gather_object(followers(module, names)))
-        parameters = [name for group, name in moved if group == "parameter" and name not in led]
-        statistics = [name for group, name in moved if group == "buffer" and name not in led]
+        if names := [name for _, name in moved if name not in self._led]:
+            self._led.update(*world.all_gather_object(followers(module, names)))
+        parameters = [name for group, name in moved if group == "parameter" and name not in self._led]
+        statistics = [name for group, name in moved if group == "buffer" and name not in self._led]
         if parameters:
             self.report(moved_parameters(parameters, since, by_optimizer=False))
         if statistics:

@@ -20,7 +20,7 @@ from drumline.config.learning import Train
 from drumline.config.sources import names_code
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
-from drumline.core.named import accepts, instance, load_named, signature_of
+from drumline.core.named import check_called, instance, load_named, signature_of
 from drumline.core.precision import FP32, autocast
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -34,9 +34,8 @@ def make_loss(train: Train, classes: int, device: torch.device) -> Loss:
     """The recipe's loss, tried on a few made-up logits if it is the user's own."""
     if names_code(train.loss):
         return OwnLoss(train.loss, classes, device)
-    if train.loss == "bce":
-        return partial(binary_cross_entropy, smoothing=train.label_smoothing)
-    return partial(cross_entropy, smoothing=train.label_smoothing)
+    losses = {"cross_entropy": cross_entropy, "bce": binary_cross_entropy}
+    return partial(losses[train.loss], smoothing=train.label_smoothing)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -70,11 +69,7 @@ class OwnLoss:
                     "move them to the model (model.name=package.module:factory), or make them buffers",
                 )
             loss = loss.to(device)
-        if not accepts(loss, None, None):
-            raise UserError(
-                f"{self.title}: cannot be called as {CALLED}; its signature is {signature_of(loss)}",
-                "take logits and labels as the first two parameters, and give the others defaults",
-            )
+        check_called(loss, self.title, CALLED, "logits and labels")
         self._loss, self._device = loss, device
         self._try(classes, device)
         self._versions = self._buffer_versions()

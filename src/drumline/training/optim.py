@@ -37,15 +37,7 @@ def build_optimizer(
         return own_optimizer(optim, parameter_groups(optim, parameters, factors))
     groups = by_device(parameter_groups(optim, parameters, factors), lr)
     slots = optimizer_slots(optim)
-    optimizer: torch.optim.Optimizer
-    if optim.name == "sgd":
-        optimizer = SGD(groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
-    elif optim.name == "adamw":
-        optimizer = AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True, capturable=lr.is_cuda)
-    elif optim.name == "lars":
-        optimizer = LARS(groups, lr=lr, momentum=optim.momentum, trust=optim.trust)
-    else:
-        optimizer = LAMB(groups, lr=lr, betas=optim.betas, eps=optim.eps)
+    optimizer = _BUILDERS[optim.name](optim, groups, lr)
     if isinstance(optimizer, DeviceRate) and norms is not None:
         optimizer.norms = norms
     for parameter in _parameters(optimizer):
@@ -248,3 +240,15 @@ def _slot(name: str, parameter: torch.Tensor) -> torch.Tensor:
     if name == "step":
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+_BUILDERS: dict[str, Callable[[Optim, list[dict[str, Any]], torch.Tensor], torch.optim.Optimizer]] = {
+    "sgd": lambda optim, groups, lr: SGD(
+        groups, lr=lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
+    ),
+    "adamw": lambda optim, groups, lr: AdamW(
+        groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True, capturable=lr.is_cuda
+    ),
+    "lars": lambda optim, groups, lr: LARS(groups, lr=lr, momentum=optim.momentum, trust=optim.trust),
+    "lamb": lambda optim, groups, lr: LAMB(groups, lr=lr, betas=optim.betas, eps=optim.eps),
+}

@@ -1,7 +1,7 @@
 """A report as lines for a terminal, and as CSV files.
 
 Promises: lines fit the given width. Of many classes, only the worst are shown. Names from a data set cannot control a
-terminal. Pure.
+terminal.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
+from drumline.core.errors import UserError
+from drumline.core.files import write_output
+from drumline.core.progress import progress
 from drumline.core.text import printable
 from drumline.data.sources import Dataset, EncodedDataset
 from drumline.training.metrics import FIXED_POINT
@@ -140,6 +145,33 @@ def _matrix_rows(report: Report) -> Iterator[list[int]]:
     for index in range(len(position)):
         row = cells.get(index, {})
         yield [row.get(column, 0) for column in range(len(position) + nan)]
+
+
+def write_files(
+    report: Report,
+    dataset: Dataset,
+    broken: Mapping[int, str],
+    predictions: str,
+    confusion: str,
+    log: Callable[[str], None],
+) -> None:
+    """Writes the files that are asked for, and logs a line for each."""
+    if predictions:
+        watch = partial(progress, text="writing predictions")
+        _write("--predictions", predictions, predictions_csv(report, dataset, broken, watch))
+        log(f"predictions written to {predictions}")
+    if confusion:
+        _write("--confusion", confusion, confusion_csv(report))
+        log(f"confusion matrix written to {confusion}")
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        write_output(Path(path), text.encode())
+    except OSError as error:
+        raise UserError(
+            f"{option} {path} cannot be written: {error.strerror or error}", "free space, or write elsewhere"
+        ) from error
 
 
 def predictions_csv(

@@ -20,7 +20,7 @@ import torch
 
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
-from drumline.core.named import accepts, instance, load_named, signature_of
+from drumline.core.named import check_called, instance, load_named
 from drumline.data.feed.draws import Purpose, bits
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import Transform
@@ -38,11 +38,7 @@ def load_transform(name: str) -> Callable[..., Any]:
     """The function, or an object of the class, that `data.transform` names."""
     title = f"data.transform {name}"
     function = instance(load_named(name, "data.transform", CALLED), title, {}, CALLED)
-    if not accepts(function, None, None):
-        raise UserError(
-            f"{title}: cannot be called as {CALLED}; its signature is {signature_of(function)}",
-            fix="take the image and a NumPy generator as the first two parameters, and give the others defaults",
-        )
+    check_called(function, title, CALLED, "the image and a NumPy generator")
     return function
 
 

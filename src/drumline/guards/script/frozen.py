@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from drumline.core.host_copy import HostCopy
@@ -62,7 +61,7 @@ class FrozenMonitor:
     def after_step(self) -> None:
         """Just after it."""
         if self._taken is not None and self._taken.after is None:
-            self._taken.after = self._fingerprints(self._taken)
+            self._taken.after = _fingerprints(self._taken.parameters, self._taken.statistics)
 
     def at_close(self) -> list[Finding]:
         """After the last step."""
@@ -80,13 +79,7 @@ class FrozenMonitor:
         if not parameters and not statistics:
             return None
         self._watched = parameters
-        taken = _Taken(step, parameters, statistics, HostCopy(torch.empty(0)))
-        taken.before = self._fingerprints(taken)
-        return taken
-
-    def _fingerprints(self, taken: _Taken) -> HostCopy:
-        tensors = [*taken.parameters.values(), *taken.statistics.values()]
-        return HostCopy(fingerprints_of([each.detach() for each in tensors]))
+        return _Taken(step, parameters, statistics, _fingerprints(parameters, statistics))
 
     def _read(self, wait: bool) -> list[Finding]:
         taken = self._taken
@@ -110,6 +103,10 @@ class FrozenMonitor:
             if alone := [name for name in learned if name not in led]:
                 found.append(moved_statistics(alone, since))
         return found
+
+
+def _fingerprints(parameters: dict[str, Tensor], statistics: dict[str, Tensor]) -> HostCopy:
+    return HostCopy(fingerprints_of([each.detach() for each in (*parameters.values(), *statistics.values())]))
 
 
 def _ordered(taken: _Taken, names: list[str]) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -25,44 +24,24 @@ from drumline.core.progress import progress
 from drumline.inference.classifier import Classifier
 from drumline.inference.export import causes, verify
 from drumline.inference.export.behaviour import Finding, watch_forward
+from drumline.inference.export.formats import ENDINGS, AnyFormat, Device, Format, How, Weights
 from drumline.inference.export.graph import FromPixels
 from drumline.inference.export.load import exported_format, load_exported
 from drumline.inference.export.record import (
     MOST_ANSWERS,
     Answers,
-    Device,
     ExportRecord,
-    Format,
     Takes,
     fixed_image,
     pixels_digest,
     record_text,
 )
 from drumline.inference.export.samples import Samples, verification_samples
-from drumline.inference.export.write import ENDINGS, How, Program, check_needs, compile_program
+from drumline.inference.export.write import Program, check_needs, compile_program
 from drumline.inference.model import TrainedModel, load_trained
 from drumline.parallel.process_group import resolve_device_type
 from drumline.state.folder import run_of
 from drumline.state.weights import export_tensors
-
-AnyFormat = Format | Literal["safetensors"]
-Weights = Literal["auto", "model", "average"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to export, and how."""
-
-    model: str
-    format: AnyFormat
-    out: str = ""
-    raw: bool = False
-    how: How = "trace"
-    weights: Weights = "auto"
-    images: tuple[str, ...] = ()
-    samples: int | Literal["all"] = 512
-    device: Device = "cpu"
-    trust: bool = False
 
 
 def export_model(
@@ -104,65 +83,56 @@ def export_model(
         UserError: The model cannot be exported, or the outputs of the file differ from the model's. The message names
             the cause, and no file is written.
     """
-    request = Request(str(model), format, str(out), raw, how, weights, tuple(images), samples, device, trust)
-    return run_export(request)
-
-
-def run_export(request: Request) -> dict[str, Any]:
-    """`export_model` for a request."""
-    out = output_file(request)
-    check_output("--out", out)
-    if request.format != "torchscript" and request.how != "trace":
+    path = Path(model)
+    file = output_file(path, format, str(out))
+    check_output("--out", file)
+    if format != "torchscript" and how != "trace":
+        raise UserError(f"--how {how} has no effect with --format {format}", "use --format torchscript")
+    if format != "safetensors":
+        check_needs(format)
+    if exported_format(path):
         raise UserError(
-            f"--how {request.how} has no effect with --format {request.format}", "use --format torchscript"
-        )
-    if request.format != "safetensors":
-        check_needs(request.format)
-    if exported_format(Path(request.model)):
-        raise UserError(
-            f"{request.model} is already an exported file",
+            f"{model} is already an exported file",
             "give the run, the checkpoint or the weights that it was exported from",
         )
-    resolve_device_type(request.device, "device")
-    weights = weights_path(Path(request.model), request.weights)
-    original = load_trained(weights, device=request.device, trust=request.trust)
-    samples = verification_samples(
-        Path(request.model), original.record.classes, request.images, request.samples, request.trust
-    )
+    resolve_device_type(device, "device")
+    chosen = weights_path(path, weights)
+    original = load_trained(chosen, device=device, trust=trust)
+    found = verification_samples(path, original.record.classes, images, samples, trust)
     # In the same folder, so that renaming is atomic. Some writers require the final extension.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as folder:
-        staged = Path(folder, out.name)
-        found = (
-            _write_weights(original, samples, staged)
-            if request.format == "safetensors"
-            else _write_program(original, samples, staged, request, request.format)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", suffix=".tmp", dir=file.parent) as folder:
+        staged = Path(folder, file.name)
+        report = (
+            _write_weights(original, found, staged)
+            if format == "safetensors"
+            else _write_program(original, found, staged, format, raw, how, device)
         )
         size = staged.stat().st_size
 
         def take(temporary: Path) -> None:
             staged.replace(temporary)
 
-        write_file(out, take)
-    head = {"file": request.out or out.name, "format": request.format, "device": request.device}
-    return head | {"bytes": size, "verdict": "ok"} | found
+        write_file(file, take)
+    head = {"file": str(out) or file.name, "format": format, "device": device}
+    return head | {"bytes": size, "verdict": "ok"} | report
 
 
-def output_file(request: Request) -> Path:
-    """The file to write: `--out`, or the name of the run or the weights in the current folder."""
-    ending = ENDINGS[request.format]
-    if request.out:
-        out = Path(request.out).expanduser().resolve()
+def output_file(model: Path, kind: AnyFormat, given: str = "") -> Path:
+    """The file that is written: `--out`, or the name of the run or the weights in the current folder."""
+    ending = ENDINGS[kind]
+    if given:
+        out = Path(given).expanduser().resolve()
         if out.suffix != ending:
             raise UserError(
-                f"--out {request.out}: --format {request.format} needs the extension {ending}",
-                f"give {Path(request.out).with_suffix(ending)}",
+                f"--out {given}: --format {kind} needs the extension {ending}",
+                f"give {Path(given).with_suffix(ending)}",
             )
     else:
-        path = Path(request.model).absolute()
+        path = model.absolute()
         name = path.stem if path.is_file() else path.name
         named = run_of(path) if path.exists() else None
         out = Path.cwd() / f"{named.name if named else name}{ending}"
-    if out.exists() and Path(request.model).is_file() and out.samefile(request.model):
+    if out.exists() and model.is_file() and out.samefile(model):
         raise UserError(f"{out} is the model itself", "give a different file with --out")
     return out
 
@@ -198,19 +168,25 @@ def _write_weights(original: TrainedModel, samples: Samples, staged: Path) -> di
 
 
 def _write_program(
-    original: TrainedModel, samples: Samples, staged: Path, request: Request, kind: Format
+    original: TrainedModel,
+    samples: Samples,
+    staged: Path,
+    kind: Format,
+    raw: bool,
+    how: How,
+    device: Device,
 ) -> dict[str, Any]:
     pixels = verify.first_pixels(original, samples.samples)
     findings = _watched(original, pixels)
-    causes.reject_behaviour(findings, kind, request.how)
+    causes.reject_behaviour(findings, kind, how)
     floor = _floor(original, pixels, findings)
-    takes: Takes = "normalised" if request.raw else "pixels"
-    module = (original.model if request.raw else FromPixels(original)).eval()
+    takes: Takes = "normalised" if raw else "pixels"
+    module = (original.model if raw else FromPixels(original)).eval()
     example = pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)].to(original.device)
-    example = original.normalised(example) if request.raw else example
+    example = original.normalised(example) if raw else example
     for _ in progress([kind], f"compiling for {kind}", 1):
-        program = _compiled(kind, module, example, takes, request.how, findings)
-        record = exported_record(original, kind, takes, program.how, request.device)
+        program = _compiled(kind, module, example, takes, how, findings)
+        record = exported_record(original, kind, takes, program.how, device)
         _save(program, staged, record, kind)
     exported = load_exported(staged, kind, trust=True, check=False)
     warned = causes.source_lines(program.warned)

@@ -25,10 +25,10 @@ from torch import Tensor
 from drumline.core.errors import UserError
 from drumline.core.files import MAX_BYTES
 from drumline.inference.classifier import Classifier
+from drumline.inference.export.formats import Format
 from drumline.inference.export.record import (
     KEY,
     ExportRecord,
-    Format,
     fixed_image,
     pixels_digest,
     read_record,

@@ -18,24 +18,20 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UserError
 from drumline.core.files import CorruptError, NewerFormat, parse_sealed, sealed_text
+from drumline.inference.export.formats import Device, Format
 from drumline.state.model_record import ENVIRONMENT, KEY, ModelRecord, record_of
 
 __all__ = [
     "KEY",
     "Answers",
-    "Device",
     "ExportRecord",
-    "Format",
     "Takes",
     "fixed_image",
     "read_record",
     "record_text",
 ]
 
-Format = Literal["pt2", "onnx", "aoti", "torchscript"]
-"""The formats that hold a program. A safetensors file has weights and the record of the model only."""
 Takes = Literal["pixels", "normalised"]
-Device = Literal["cpu", "cuda"]
 FORMAT = 1
 """Version of the record. A reader rejects newer ones."""
 MOST_ANSWERS = 8

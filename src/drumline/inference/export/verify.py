@@ -238,11 +238,6 @@ def compare(
                 found.by_batch[batch] = difference(
                     answers(original, some, batch), answers(exported, some, batch), tie
                 )
-    if not found.whole.images:
-        raise UserError(
-            f"none of the {len(samples):,} images can be read, so the export cannot be verified",
-            "give readable images with --images",
-        )
     return found
 
 

@@ -14,25 +14,17 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UserError
+from drumline.inference.export.formats import Format, How
 from drumline.inference.export.load import AOTI_METADATA, need, quiet
-from drumline.inference.export.record import KEY, Format
+from drumline.inference.export.record import KEY
 
-How = Literal["trace", "script"]
 Save = Callable[[Path, str], None]
 """Writes the program and the text of its record."""
-ENDINGS: dict[str, str] = {
-    "pt2": ".pt2",
-    "onnx": ".onnx",
-    "aoti": ".pt2",
-    "torchscript": ".pt",
-    "safetensors": ".safetensors",
-}
 
 
 @dataclass(frozen=True)
