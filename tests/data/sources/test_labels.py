@@ -327,6 +327,22 @@ def test_the_columns_of_a_parquet_file_are_read(root: Path, monkeypatch: pytest.
     assert listed(opened(root, "PAR1", name="l.parquet")) == [("a.jpg", "0"), ("b.jpg", "1")]
 
 
+def test_a_path_with_a_nul_byte_is_named_with_its_line(root: Path) -> None:
+    rows = "a.jpg,x\n" * 1000
+    with pytest.raises(UserError, match=r"labels\.csv, line 1002: the path has a NUL byte"):
+        opened(root, f"path,label\n{rows}~b\0c/b.jpg,y\n")
+
+
+def test_a_label_of_very_many_digits_is_a_name(root: Path) -> None:
+    long = "9" * 5000
+    assert opened(root, f"path,label\na.jpg,{long}\nb.jpg,2\nc.jpg,10\n").classes == ("10", "2", long)
+
+
+def test_a_header_without_end_is_rejected(root: Path) -> None:
+    with pytest.raises(UserError, match="is not as CSV is written"):
+        opened(root, "path,label," + "x" * 200_000)
+
+
 def test_folds_divide_each_class_as_evenly_as_possible_and_each_sample_is_in_one() -> None:
     labels = np.repeat(np.arange(5), (23, 7, 5, 1, 0 + 14))
     for seed in (0, 3):
