@@ -33,6 +33,7 @@ from drumline.data.sources.base import (
     Images,
     Labels,
     MappedFiles,
+    NameBlock,
     NoEvalSplit,
     NoTrainSplit,
 )
@@ -114,22 +115,18 @@ class WebDatasetFiles(MappedFiles):
     def names(self) -> bytes:
         index = self._index
         shards = "\0".join(file.name for file in index.files).encode("utf-8", "surrogateescape")
-        return b"".join(
-            (shards, index.places.tobytes(), index.names, index.ends.tobytes(), self._rows.tobytes())
-        )
+        return b"".join((shards, index.places.tobytes(), index.names.tobytes(), self._rows.tobytes()))
 
     def where(self, sample: int) -> str:
-        return f"{self._index.files[self._parts[sample]]}:{self._name(sample)}"
+        file, name = self._member(sample)
+        return f"{file}:{name}"
 
     def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
-        return [
-            f"{self._index.files[self._parts[each]].name}/{self._name(each)}" for each in samples.tolist()
-        ]
+        members = map(self._member, samples.tolist())
+        return [f"{file.name}/{name}" for file, name in members]
 
-    def _name(self, sample: int) -> str:
-        row, ends = int(self._rows[sample]), self._index.ends
-        start = int(ends[row - 1]) if row else 0
-        return self._index.names[start : int(ends[row])].decode("utf-8", "surrogateescape")
+    def _member(self, sample: int) -> tuple[Path, str]:
+        return self._index.files[self._parts[sample]], self._index.names[int(self._rows[sample])]
 
 
 @dataclass(frozen=True)
@@ -139,9 +136,7 @@ class _Index:
     files: list[Path]
     places: NDArray[np.int64]
     """(n, 3): shard, offset and length of each image."""
-    names: bytes
-    """The images' names, one after the other."""
-    ends: NDArray[np.int64]
+    names: NameBlock
     labels: list[str]
     """The different labels, sorted."""
     codes: NDArray[np.int64]
@@ -217,14 +212,12 @@ def _index(files: list[Path], where: Path) -> _Index:
             f"(with one of {', '.join(LABEL_KEYS[:4])})",
         )
     labels, names, places = zip(*found, strict=True)
-    encoded = [name.encode("utf-8", "surrogateescape") for name in names]
     different = sorted(set(labels))
     code = {label: number for number, label in enumerate(different)}
     return _Index(
         files=files,
         places=np.array(places, np.int64),
-        names=b"".join(encoded),
-        ends=np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        names=NameBlock(names),
         labels=different,
         codes=np.array([code[label] for label in labels], np.int64),
         remarks=remarks,
