@@ -384,5 +384,40 @@ def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -
     assert given(str(file), "finetune=w.pth") == ("w.pth", 3.0)
     with pytest.raises(UserError, match="both set weights"):
         given("finetune=w.pth", "model.weights=v.pth")
-    with pytest.raises(UserError, match="names no weights"):
+    with pytest.raises(UserError, match="has no weights"):
         given("finetune=")
+    assert given("finetune=w.pth", "finetune=v.pth")[0] == "v.pth"
+    with pytest.raises(UserError, match=r"^--finetune: needs a value"):
+        given("--finetune", "--data.batch", "4")
+    with pytest.raises(UserError, match="-b: names no weights"):
+        given("--finetune", "-b", "data.batch=4")
+    named = read_recipe(["--run.name", "finetune=x"], "train", RecipeOptions).recipe
+    assert (named.run.name, named.model.weights) == ("finetune=x", "")
+    with pytest.raises(UserError, match="finetune: there is no such field"):
+        read_recipe(["finetune=w.pth"], "eval", RecipeOptions)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    data: str
+    images: tuple[str, ...]
+    source: str = "auto"
+    labels: str = ""
+    split_seed: int = 0
+
+
+def test_a_command_that_reads_data_takes_the_fields_of_its_options() -> None:
+    line = ["data.path=a=b", "x", "data.labels=l.csv", "--data.split-seed=3", "--source", "data.path=c"]
+    assert read_options(line, DataOptions, "some") == DataOptions("a=b", ("x",), "data.path=c", "l.csv", 3)
+    with pytest.raises(UserError, match=r"data\.batch=4: some does not take data\.batch"):
+        read_options(["photos", "data.batch=4"], DataOptions, "some")
+
+
+def test_other_commands_reject_the_fields_of_a_recipe() -> None:
+    with pytest.raises(UserError, match=r"data\.path=y: some does not take data\.path") as rejected:
+        read_options(["data.path=y"], Some, "some")
+    assert rejected.value.fix == "give the path alone: y"
+    with pytest.raises(UserError, match=r"optim\.lr=1: some does not take optim\.lr"):
+        read_options(["optim.lr=1"], Some, "some")
+    with pytest.raises(UserError, match=r"--data\.path: some has no such option"):
+        read_options(["--data.path=y"], Some, "some")

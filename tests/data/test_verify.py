@@ -22,10 +22,11 @@ from PIL import Image
 from drumline import native
 from drumline.cli.verify import SHOWN, describe, is_dataset, summary, write_list
 from drumline.core.errors import UserError
+from drumline.data.examine import examine
 from drumline.data.image.decode import decode
 from drumline.data.packed import format as packed
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
-from drumline.data.verify import BAD, WARNINGS, DatasetFinding, DatasetReport, examine, verify_dataset
+from drumline.data.verify import BAD, WARNINGS, DatasetFinding, DatasetReport, verify_dataset
 from tests.data.damage import KINDS, build_damaged_set, encoded, flipped, good_jpeg, picture
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")

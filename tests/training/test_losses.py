@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from drumline.config.learning import Train
 from drumline.core.errors import UserError
-from drumline.training.losses import OwnLoss, binary_cross_entropy, make_loss
+from drumline.data.feed.balance import class_weights
+from drumline.training.losses import OwnLoss, binary_cross_entropy, loss_weights, make_loss
 from drumline.training.task import Classification
 from tests.own_code import focal
 from tests.training import tiny
@@ -91,3 +92,24 @@ def test_a_loss_for_other_targets_is_reported_with_the_shapes() -> None:
         UserError, match=r"raised ValueError for logits of shape \(3, 4\) and labels of shape \(3,\)"
     ):
         OwnLoss("torch.nn:BCEWithLogitsLoss", 4, CPU)
+
+
+def test_weights_have_a_mean_of_one_over_the_samples_that_are_drawn() -> None:
+    source = tiny.imbalanced(30, 10, 0, 5)
+    for balance in ("none", "sqrt", "balanced"):
+        drawn = class_weights((30, 10, 0, 5), balance) / class_weights((30, 10, 0, 5), balance).sum()
+        for named in (None, {}, {"b": 4.0}, {"a": 0.0}):
+            weights = loss_weights(source, balance, named)
+            assert (weights * drawn).sum() == pytest.approx(1)
+    assert loss_weights(source, "none", None).tolist() == pytest.approx([0.5, 1.5, 0, 3])
+    assert loss_weights(source, "none", {"b": 4.0})[1] == pytest.approx(
+        4 * loss_weights(source, "none", {"b": 4.0})[0]
+    )
+
+
+def test_weights_of_unknown_classes_or_of_nothing_are_rejected() -> None:
+    with pytest.raises(UserError, match="no class 'bee'") as raised:
+        loss_weights(tiny.imbalanced(3, 4), "none", {"bee": 2.0})
+    assert "'a', 'b'" in raised.value.fix
+    with pytest.raises(UserError, match="every class in the data has weight 0"):
+        loss_weights(tiny.imbalanced(3, 4), "none", {"a": 0.0, "b": 0.0})

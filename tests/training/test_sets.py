@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from drumline.config.recipe import Data, Model, Recipe, Run, Train
 from drumline.core.errors import UserError
 from drumline.core.machine import usable_cores
 from drumline.data.classes import Classes
+from drumline.data.feed.balance import epoch_shares
 from drumline.data.sources import ArrayDataset
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import single_process
+from drumline.training.losses import loss_weights
 from drumline.training.model import initial_model
-from drumline.training.sets import open_sets
+from drumline.training.sets import describe_sampling, open_sets
 from drumline.training.state import build_state
+from tests.training import tiny
 
 ONE = single_process(torch.device("cpu"))
 FOUR = Classes(("ant", "bee", "cat", "dog"), named=True)
@@ -165,3 +170,28 @@ def test_evaluation_sees_every_sample_once_unchanged() -> None:
     for batch in batches:
         assert batch.mix.shape[1] == 0
         assert torch.equal(batch.images, torch.from_numpy(sets.eval.take(batch.samples.numpy())))
+
+
+def test_an_imbalanced_set_is_reported_unless_something_is_done_about_it() -> None:
+    source = tiny.imbalanced(40, 9, 4)
+    (line,) = describe_sampling(source, "none", None, None)
+    assert "class 'a' has 40 samples, class 'c' 4" in line
+    assert "data.balance=sqrt" in line
+    assert describe_sampling(tiny.imbalanced(39, 9, 4), "none", None, None) == []
+    source.name = "synthetic"
+    assert describe_sampling(source, "none", None, None) == []
+    (line,) = describe_sampling(source, "balanced", epoch_shares(source.labels, "balanced", 10, seed=0), None)
+    assert "class 'a' 17 times (40 samples)" in line or "class 'a' 16 times (40 samples)" in line
+    (line,) = describe_sampling(source, "none", None, loss_weights(source, "none", None))
+    assert "class 'a' 0.442 and class 'c' 4.42" in line
+
+
+def test_nothing_keeps_the_data_of_a_run_that_is_over(tmp_path: Path) -> None:
+    path = npz(tmp_path, (8, 8, 3))
+    recipe = Recipe(data=Data(path=path, source="npz", holdout=0.2, batch=4, balance="sqrt"))
+    sets = open_sets(recipe, ONE)
+    assert len(sets.drawn_at(recipe, 0)) == 4
+    train = weakref.ref(sets.train)
+    del sets
+    gc.collect()
+    assert train() is None

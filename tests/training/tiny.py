@@ -10,6 +10,7 @@ from torch import nn
 
 from drumline.config.recipe import Data, Optim, Recipe, Run, Train
 from drumline.data.feed.batch import Batch
+from drumline.data.sources import ArrayDataset
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.parallel.strategy import create_strategy
 from drumline.parallel.world import World, single_process
@@ -49,6 +50,14 @@ def dropping(seed: int = 0) -> nn.Module:
     """With dropout."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+
+
+def imbalanced(*sizes: int) -> ArrayDataset:
+    """Classes a, b, c, ... with these numbers of samples."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    return ArrayDataset(
+        "npz", np.zeros((len(labels), 8, 8, 3), np.uint8), labels, tuple("abcdefgh"[: len(sizes)])
+    )
 
 
 def make(count: int, seed: int = 0, mix: torch.Tensor | None = None) -> Batch:

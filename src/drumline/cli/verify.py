@@ -74,7 +74,7 @@ COMMAND = Command(
 def main(argv: list[str]) -> int:
     options = read_options(argv, Options, "verify")
     path = Path(options.path)
-    from drumline.data.sources.webdataset import is_pattern
+    from drumline.data.sources.shards import is_pattern
 
     if not path.exists() and not is_pattern(options.path):
         raise UserError(f"{path} does not exist", "give a run folder, a checkpoint or a data set")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 def is_dataset(path: Path) -> bool:
     """Whether a path is data rather than a run or one of its checkpoints."""
     from drumline.data.packed.format import looks_packed
-    from drumline.data.sources.webdataset import is_pattern
+    from drumline.data.sources.shards import is_pattern
     from drumline.state.checkpoint import checkpoints, is_checkpoint
 
     # A packed set has a manifest, too, like a checkpoint.

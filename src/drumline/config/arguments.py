@@ -19,7 +19,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,6 @@ from drumline.config.fields import (
     value_of,
     with_values,
 )
-from drumline.config.finetune import FINETUNE, without_finetune
 from drumline.config.layouts import Problem, not_offered
 from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
@@ -47,6 +46,8 @@ from drumline.core.errors import UserError, combined
 from drumline.core.text import did_you_mean, either
 
 COMMAND_LINE = "command line"
+FINETUNE: Mapping[str, Any] = MappingProxyType({"optim.head_lr": 10.0})
+"""What `finetune=WEIGHTS` sets besides `model.weights`, unless the file or the command line does."""
 Options = TypeVar("Options")
 Read = TypeVar("Read", covariant=True)
 
@@ -80,7 +81,7 @@ def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Opti
     """Reads the arguments of a command that has no recipe."""
     known = fields_of(kind)
     positional = [field for field in known.values() if field.default is MISSING]
-    line = _read([_as_option(text, known) for text in argv], command, known, {})
+    line = _read(argv, command, known, {})
     if len(line.arguments) < len(positional) and not line.errors:
         given = f", not only {shlex.join(line.arguments)}" if line.arguments else ""
         needed = [field.name.upper() for field in positional]
@@ -101,26 +102,40 @@ def read_options(argv: Sequence[str], kind: type[Options], command: str) -> Opti
     return kind(*arguments, **{name: setting.value for name, setting in line.settings.items()})
 
 
-def _as_option(text: str, options: Mapping[str, Field]) -> str:
-    """Translates recipe fields to options: `data.labels=FILE` to `--labels=FILE`, and `data.path=DATA` to the plain
-    path."""
-    name, equals, value = text.removeprefix("--").partition("=")
-    section, _, key = name.partition(".")
-    if section != "data" or not equals:
+def _as_option(text: str, command: str, options: Mapping[str, Field]) -> str:
+    """Translates recipe fields to options of commands that read data: `data.labels=FILE` to `--labels=FILE`, and
+    `data.path=DATA` to the plain path."""
+    spelled, equals, value = text.partition("=")
+    name = spelled.removeprefix("--").replace("-", "_")
+    key = name.removeprefix("data.")
+    if not equals or name not in recipe_fields():
         return text
-    return value if key == "path" else f"--{key.replace('_', '-')}={value}" if key in options else text
+    if "source" in options and key in ("path", *options):
+        return value if key == "path" else f"--{key}={value}"
+    if text.startswith("-"):
+        return text
+    fix = (
+        f"give the path alone: {value}" if key == "path" else f"`drumline {command} --help` lists the options"
+    )
+    raise UserError(f"{text}: {command} does not take {name}", fix)
 
 
 def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invocation[Options]:
     """Reads the arguments of a command that runs a recipe, and checks the recipe."""
     known = fields_of(kind)
-    argv, start = without_finetune(argv) if command in ("train", "distill") else (list(argv), None)
-    line = _read(argv, command, known, recipe_fields())
+    fields = recipe_fields()
+    if command in ("train", "distill"):
+        fields = {**fields, "finetune": replace(fields["model.weights"], name="finetune")}
+    line = _read(argv, command, known, fields)
     for option in (line.settings[name] for name in known if name in line.settings):
         if wrong := known[option.name].check(option.value):
             line.errors.append(UserError(f"{option.written}: {wrong.what}", wrong.fix))
-    if start is not None and "model.weights" in line.settings:
-        what = f"finetune={start} and {line.settings['model.weights'].written} both set weights"
+    start = line.settings.pop("finetune", None)
+    if start is not None and (not start.value or start.value.startswith("-")):
+        fix = "give a run folder, a weights file, or finetune=torchvision:resnet50"
+        line.errors.append(UserError(f"{start.written}: has no weights", fix))
+    elif start is not None and "model.weights" in line.settings:
+        what = f"{start.written} and {line.settings['model.weights'].written} both set weights"
         line.errors.append(UserError(what, "give one of them"))
     if line.errors:
         raise combined(line.errors)
@@ -130,7 +145,7 @@ def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invoc
         loaded = load_recipe(line.recipe_file)
         recipe, origins = loaded.recipe, dict(loaded.origins)
     if start is not None:
-        given = {"model.weights": start} | {
+        given = {"model.weights": start.value} | {
             name: value for name, value in FINETUNE.items() if name not in origins
         }
         recipe = with_values(recipe, given)
@@ -214,6 +229,7 @@ def _read(
     while waiting:
         text = waiting.popleft()
         try:
+            text = text if recipe else _as_option(text, command, options)
             if (text.startswith("-") and text != "-") or (recipe and _ASSIGNMENT.match(text)):
                 setting = _setting(text, waiting, command, options, recipe)
                 line.settings[setting.name] = setting

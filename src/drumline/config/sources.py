@@ -28,6 +28,8 @@ class Source:
     """What `data.augment` = auto means for arrays. Image files get crop-flip."""
     class_folders: bool = False
     """Whether the data names its classes, as folders do. Then names are compared even if they are numbers."""
+    made_up: bool = False
+    """Whether images and labels are generated, so that the log says nothing about the classes."""
 
 
 _ARRAYS, _CIFAR = "drumline.data.sources.arrays", "drumline.data.sources.cifar"
@@ -98,6 +100,7 @@ SOURCES: dict[str, Source] = {
         "unused, or sizes such as classes=10,size=32,samples=2048; made-up images, for benchmarks",
         needs_path=False,
         augment="none",
+        made_up=True,
     ),
 }
 

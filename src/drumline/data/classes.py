@@ -107,8 +107,8 @@ def describe_difference(
 
 
 def class_warnings(train: Dataset, evaluation: Dataset) -> list[str]:
-    """Warnings about classes without training or evaluation samples; none for synthetic data."""
-    if train.name == "synthetic":
+    """Warnings about classes without training or evaluation samples; none for made-up data."""
+    if source_named(train.name).made_up:
         return []
     names = train.classes
     trained, scored = (_present(source) for source in (train, evaluation))

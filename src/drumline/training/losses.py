@@ -8,12 +8,14 @@ shape, has no gradient, or has parameters or a state of its own is rejected befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from drumline.config.learning import Train
@@ -22,6 +24,10 @@ from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.core.named import check_called, instance, load_named, signature_of
 from drumline.core.precision import FP32, autocast
+from drumline.core.text import near, printable
+from drumline.data.classes import some_names
+from drumline.data.feed.balance import Balance, class_weights
+from drumline.data.sources import Dataset
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) to one loss per sample."""
@@ -50,6 +56,33 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0)
     targets = torch.where(own, 1.0 - smoothing + rest, rest).to(logits.dtype)
     with autocast(logits.device, FP32):
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+
+
+def loss_weights(
+    dataset: Dataset, balance: Balance, named: Mapping[str, float] | None
+) -> NDArray[np.float64]:
+    """The weight of each class in the loss, with a mean of 1 over the samples that are drawn. `named`: the weights of
+    some classes (the others have 1); None: in inverse proportion to how often a class is drawn."""
+    names = dataset.classes
+    drawn = class_weights(np.bincount(dataset.labels, minlength=len(names)), balance).astype(np.float64)
+    if named is None:
+        weights = np.divide(1.0, drawn, out=np.zeros(len(names)), where=drawn > 0)
+    else:
+        if unknown := [name for name in named if name not in names]:
+            close = near(unknown[0], names)
+            raise UserError(
+                f"train.class_weights: the data has no class '{printable(unknown[0])}'",
+                f"did you mean {printable(close[0])}?"
+                if close
+                else f"the classes are {some_names(names)}; write NAME:WEIGHT",
+            )
+        weights = np.array([named.get(name, 1.0) for name in names])
+    mean = float((weights * drawn).sum() / drawn.sum())
+    if mean == 0:
+        raise UserError(
+            "train.class_weights: every class in the data has weight 0", "give one a weight above 0"
+        )
+    return weights / mean
 
 
 class OwnLoss:

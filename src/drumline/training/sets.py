@@ -7,9 +7,9 @@ them; `broken-samples.tsv` in the run folder lists each one once, across stops a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from drumline.config.limits import named_weights
 from drumline.config.recipe import Recipe
+from drumline.config.sources import source_named
 from drumline.core.errors import UserError
 from drumline.core.files import write_bytes
 from drumline.core.machine import cores_per_process
+from drumline.core.text import printable
 from drumline.data.classes import Classes, class_warnings, describe_difference
-from drumline.data.feed.balance import ClassShares, describe_sampling, epoch_shares, loss_weights
+from drumline.data.feed.balance import Balance, ClassShares, epoch_shares
 from drumline.data.feed.batch import BadSamples
 from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, LoaderWorkers, batches, blank_batches, resident_batches
@@ -42,7 +44,10 @@ from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipp
 from drumline.parallel.strategy import uses_channels_last
 from drumline.parallel.world import World
 from drumline.state.folder import claimed
+from drumline.training.losses import loss_weights
 
+IMBALANCED = 10
+"""A training set whose largest class has this many times the samples of its smallest is worth a line in the log."""
 EVALUATION_BATCH = 256
 """Largest evaluation batch. Fixed, so that a sample is always scored together with the same others."""
 BROKEN_SAMPLES = "broken-samples.tsv"
@@ -146,11 +151,16 @@ class Sets:
     def sampling(self, recipe: Recipe) -> list[str]:
         """Lines about how often classes are drawn and how they are weighted."""
         return describe_sampling(
-            self.train, recipe.data.balance, recipe.data.batch, self.class_weights(recipe)
+            self.train, recipe.data.balance, self._shares(recipe), self.class_weights(recipe)
         )
 
     def _shares(self, recipe: Recipe) -> ClassShares | None:
-        return epoch_shares(self.train, recipe.data.balance, recipe.data.batch, recipe.run.seed)
+        return self._epoch_shares(recipe.data.balance, recipe.data.batch, recipe.run.seed)
+
+    @cached_property
+    def _epoch_shares(self) -> Callable[[Balance, int, int], ClassShares | None]:
+        """Kept here, so that it lives no longer than the data."""
+        return cache(partial(epoch_shares, self.train.labels))
 
     def evaluation(self, recipe: Recipe, world: World, blank: bool = False) -> Batches:
         """This rank's evaluation batches; with `blank`, without pixels, for processes that do not compute images."""
@@ -245,6 +255,40 @@ class Normalise:
 def normaliser(sets: Sets, recipe: Recipe) -> Normalise:
     """Turns the pixels of batches into the model's input, on the device."""
     return Normalise.build(sets.mean, sets.std, sets.device, uses_channels_last(recipe, sets.device))
+
+
+def describe_sampling(
+    dataset: Dataset,
+    balance: Balance,
+    shares: ClassShares | None,
+    weights: NDArray[np.float64] | None,
+) -> list[str]:
+    """Lines for the log: how sampling and weights treat the largest and the smallest class, or that the classes are
+    imbalanced and neither is set."""
+    sizes = np.bincount(dataset.labels)
+    most = int(sizes.argmax())
+    least = int(np.where(sizes > 0, sizes, sizes.max() + 1).argmin())
+    ends = [f"'{printable(dataset.classes[label])}'" for label in (most, least)]
+    lines = []
+    if shares is not None:
+        counts = shares.counts(0)
+        parts = [
+            f"class {name} {counts[label]:,} times ({sizes[label]:,} samples)"
+            for name, label in zip(ends, (most, least), strict=True)
+        ]
+        lines.append(f"data.balance={balance}: an epoch draws {' and '.join(parts)}")
+    if weights is not None:
+        parts = [
+            f"class {name} {weights[label]:.3g}" for name, label in zip(ends, (most, least), strict=True)
+        ]
+        lines.append(f"class weights in the training loss: {' and '.join(parts)}")
+    if not lines and not source_named(dataset.name).made_up and sizes[most] >= IMBALANCED * sizes[least]:
+        lines.append(
+            f"the training set is imbalanced: class {ends[0]} has {sizes[most]:,} samples, class {ends[1]} "
+            f"{sizes[least]:,} (the smallest of {np.count_nonzero(sizes):,}). To draw small classes more often, set "
+            "data.balance=sqrt"
+        )
+    return lines
 
 
 def _reject_other_classes(train: Dataset, evaluation: Dataset) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import drumline
 from drumline.core.errors import UserError
-from drumline.data.feed.balance import Balance, ClassShares, class_weights, describe_sampling, loss_weights
+from drumline.data.feed.balance import Balance, ClassShares
 from drumline.data.feed.batch import make_batch
 from drumline.data.feed.draws import Purpose, uniform
 from drumline.data.feed.resident import ResidentSet, resident_feed
@@ -225,39 +225,6 @@ def test_a_feed_draws_exact_counts_in_slices_and_continues_at_a_batch(tmp_path: 
     assert drawn(start=12) == whole[2:]
     with pytest.raises(UserError, match="not a whole number of batches of 6"):
         drawn(start=7)
-
-
-def test_weights_have_a_mean_of_one_over_the_samples_that_are_drawn() -> None:
-    source = dataset((30, 10, 0, 5))
-    for balance in ("none", "sqrt", "balanced"):
-        drawn = class_weights((30, 10, 0, 5), balance) / class_weights((30, 10, 0, 5), balance).sum()
-        for named in (None, {}, {"b": 4.0}, {"a": 0.0}):
-            weights = loss_weights(source, balance, named)
-            assert (weights * drawn).sum() == pytest.approx(1)
-    assert loss_weights(source, "none", None).tolist() == pytest.approx([0.5, 1.5, 0, 3])
-    assert loss_weights(source, "none", {"b": 4.0})[1] == pytest.approx(
-        4 * loss_weights(source, "none", {"b": 4.0})[0]
-    )
-
-
-def test_weights_of_unknown_classes_or_of_nothing_are_rejected() -> None:
-    with pytest.raises(UserError, match="no class 'bee'") as raised:
-        loss_weights(dataset((3, 4)), "none", {"bee": 2.0})
-    assert "'a', 'b'" in raised.value.fix
-    with pytest.raises(UserError, match="every class in the data has weight 0"):
-        loss_weights(dataset((3, 4)), "none", {"a": 0.0, "b": 0.0})
-
-
-def test_an_imbalanced_set_is_reported_unless_something_is_done_about_it() -> None:
-    source = dataset((40, 9, 4))
-    (line,) = describe_sampling(source, "none", 10, None)
-    assert "class 'a' has 40 samples, class 'c' 4" in line
-    assert "data.balance=sqrt" in line
-    assert describe_sampling(dataset((39, 9, 4)), "none", 10, None) == []
-    (line,) = describe_sampling(source, "balanced", 10, None)
-    assert "class 'a' 17 times (40 samples)" in line or "class 'a' 16 times (40 samples)" in line
-    (line,) = describe_sampling(source, "none", 10, loss_weights(source, "none", None))
-    assert "class 'a' 0.442 and class 'c' 4.42" in line
 
 
 GOLDEN = [[6, 4, 4, 1, 3, 2, 3, 5], [0, 0, 1, 0, 0, 0, 1, 0]]

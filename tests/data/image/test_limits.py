@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from drumline.config.rules import MAX_SIDE
+from drumline.data.examine import examine_sample
 from drumline.data.feed.batch import make_batch
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import threaded_batches
@@ -31,7 +32,6 @@ from drumline.data.image.jpeg import clean_end, read_header, stream_fault
 from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import DatasetSpec, EncodedDataset, open_dataset
-from drumline.data.verify import examine_sample
 from tests.data.damage import encoded, good_jpeg, picture, with_scans
 from tests.data.feed.test_threads import assert_equal, fresh
 from tests.data.test_native import needs_jpeg

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from drumline.core.errors import UserError
 from drumline.data.classes import Classes, OtherClasses, label_map
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset
 from drumline.data.sources.base import FaultyData, NoEvalSplit, NoTrainSplit
-from drumline.data.sources.divide import fold_numbers, holdout_mask
+from drumline.data.sources.divide import fold_numbers, holdout_ids, holdout_mask
 from drumline.data.verify import verify_dataset
 
 Side = Literal["train", "eval"]
@@ -327,17 +328,48 @@ def test_the_columns_of_a_parquet_file_are_read(root: Path, monkeypatch: pytest.
     assert listed(opened(root, "PAR1", name="l.parquet")) == [("a.jpg", "0"), ("b.jpg", "1")]
 
 
+def test_a_path_with_a_nul_byte_is_named_with_its_line(root: Path) -> None:
+    rows = "a.jpg,x\n" * 1000
+    with pytest.raises(UserError, match=r"labels\.csv, line 1002: the path has a NUL byte"):
+        opened(root, f"path,label\n{rows}~b\0c/b.jpg,y\n")
+
+
+def test_a_label_of_very_many_digits_is_a_name(root: Path) -> None:
+    long = "9" * 5000
+    assert opened(root, f"path,label\na.jpg,{long}\nb.jpg,2\nc.jpg,10\n").classes == ("10", "2", long)
+
+
+def test_a_header_without_end_is_rejected(root: Path) -> None:
+    with pytest.raises(UserError, match="is not valid CSV"):
+        opened(root, "path,label," + "x" * 200_000)
+
+
 def test_folds_divide_each_class_as_evenly_as_possible_and_each_sample_is_in_one() -> None:
-    labels = np.repeat(np.arange(5), (23, 7, 5, 1, 0 + 14))
+    labels = np.repeat(np.arange(4), (23, 7, 5, 14))
     for seed in (0, 3):
         numbers = fold_numbers(labels, 5, seed)
         sizes = np.bincount(numbers, minlength=5)
         assert sizes.max() - sizes.min() <= 1
-        for label in range(5):
+        for label in range(4):
             counts = np.bincount(numbers[labels == label], minlength=5)
             assert counts.max() - counts.min() <= 1
     assert fold_numbers(labels, 5, 0).tolist() != fold_numbers(labels, 5, 3).tolist()
     assert fold_numbers(np.zeros(10, np.int64), 3).tolist() == GOLDEN_FOLDS
+
+
+def test_the_only_sample_of_a_class_is_trained_on_in_every_fold() -> None:
+    labels = np.array([0, 0, 0, 1, 2, 2, 2, 2, 3])
+    numbers = fold_numbers(labels, 3)
+    assert numbers[[3, 8]].tolist() == [-1, -1]
+    alone = np.isin(labels, (1, 3))
+    assert np.array_equal(np.sort(numbers[~alone]), [0, 0, 0, 1, 1, 2, 2])
+    for fold in range(3):
+        spec = DatasetSpec("labels", "x", "train", folds=3, fold=fold)
+        assert {3, 8} <= set(holdout_ids(labels, spec, "x").tolist())
+        assert not {3, 8} & set(holdout_ids(labels, replace(spec, split="eval"), "x").tolist())
+    with pytest.raises(UserError, match="only 0 samples can be divided") as raised:
+        holdout_ids(np.arange(4), DatasetSpec("labels", "x", "eval", folds=3), "x")
+    assert "add samples" in raised.value.fix
 
 
 def test_a_split_seed_gives_another_holdout_of_the_same_sizes_and_0_the_one_of_old() -> None:
@@ -356,7 +388,7 @@ def test_the_folds_of_a_source_partition_it(root: Path) -> None:
     for fold, part in enumerate(parts):
         trained = listed(opened(root, text, "train", folds=3, fold=fold))
         assert sorted(trained + part) == [("a.jpg", "x"), ("b.jpg", "x"), ("c.jpg", "x")]
-    with pytest.raises(UserError, match="but there are only 3 samples"):
+    with pytest.raises(UserError, match="but only 3 samples can be divided"):
         opened(root, text, "eval", folds=5, fold=4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
 from drumline.data.sources import DatasetSpec, EncodedDataset, detect_source, open_dataset
 from drumline.data.sources.base import FaultyData, NoEvalSplit, NoTrainSplit
-from drumline.data.sources.webdataset import WebDatasetFiles, expand
+from drumline.data.sources.shards import MAX_SHARDS, expand
+from drumline.data.sources.webdataset import LARGEST_LABEL, WebDatasetFiles
 from drumline.data.verify import verify_dataset
 
 Side = Literal["train", "eval"]
@@ -92,6 +94,24 @@ def test_patterns_count_and_list(pattern: str, expected: list[str]) -> None:
     assert expand(pattern) == expected
 
 
+@pytest.mark.parametrize("pattern", ["a{0..9999999999}.tar", "a{0..9999}-{0..9999}.tar"])
+def test_a_pattern_of_too_many_shards_is_rejected(pattern: str) -> None:
+    with pytest.raises(UserError, match=rf"more than {MAX_SHARDS:,} shards"):
+        expand(pattern)
+
+
+def test_numbers_with_a_wide_gap_between_them_are_reported(tmp_path: Path) -> None:
+    for number in ("0690000000", "0690000003", "9720000000"):
+        shard(tmp_path / f"shard-{number}.tar", samples(0, 0, 1))
+    (missing,) = opened(tmp_path).remarks
+    assert [Path(name).name for name, _ in missing.items[:3]] == [
+        "shard-0690000001.tar",
+        "shard-0690000002.tar",
+        "shard-0690000004.tar",
+    ]
+    assert len(missing.items) == 1000
+
+
 def test_patterns_single_shards_and_folders_named_like_splits_are_found(folder: Path) -> None:
     assert len(opened(folder / "set-train-{000000..000001}.tar")) == 5
     both = folder / "set-{train-000000,val-000000}.tar"
@@ -139,6 +159,21 @@ def test_a_tar_of_class_folders_is_not_a_shard(tmp_path: Path) -> None:
     assert detect_source("auto", str(tmp_path / "odd.tar")) == "tar"
 
 
+@pytest.mark.parametrize(("ending", "label"), [("json", b'{"label": "x"}'), ("cls", b"1")])
+def test_a_tar_of_class_folders_with_labels_beside_the_images_may_be_either(
+    tmp_path: Path, ending: str, label: bytes
+) -> None:
+    many = [(f"a/{number:03}.png", jpeg(number)) for number in range(200)]
+    many += [(f"a/{number:03}.{ending}", label) for number in range(200)]
+    shard(tmp_path / "x.tar", [*many, ("b/1.png", jpeg(1)), (f"b/1.{ending}", label)])
+    path = str(tmp_path / "x.tar")
+    with pytest.raises(UserError, match="more than one data set: tar and webdataset") as raised:
+        detect_source("auto", path)
+    assert "--data.source tar" in raised.value.fix
+    assert open_dataset(DatasetSpec("tar", path, "train")).classes == ("a", "b")
+    assert len(open_dataset(DatasetSpec("webdataset", path, "train")).classes) < 3
+
+
 def test_what_is_left_out_or_odd_is_reported_by_a_run_and_verify(tmp_path: Path) -> None:
     first = samples(0, 0, 1)
     first += [("lone.jpg", jpeg(7)), ("only.cls", b"1"), ("0.seg.png", jpeg(8)), (".hidden.jpg", jpeg(9))]
@@ -178,7 +213,9 @@ def test_what_is_left_out_or_odd_is_reported_by_a_run_and_verify(tmp_path: Path)
         ([("x.jpg", b"x"), ("x.cls", b" ")], "no-label", "x.cls is empty"),
         ([("x.jpg", b"x"), ("x.cls", b"-1")], "no-label", "is -1, but labels count from 0"),
         ([("x.jpg", b"x"), ("x.cls", b"\xff\xfe")], "no-label", "is not UTF-8"),
+        ([("x.jpg", b"x"), ("x.cls", b"a" * (LARGEST_LABEL + 1))], "no-label", "has 1,048,577 bytes"),
         ([("x.jpg", b"x"), ("x.json", b"{")], "no-label", "is not JSON"),
+        ([("x.jpg", b"x"), ("x.json", b"[" * 100_000)], "no-label", "is not JSON"),
         ([("x.jpg", b"x"), ("x.json", b'{"label": true}')], "no-label", "has none of label"),
     ],
 )
@@ -198,6 +235,35 @@ def test_evaluation_labels_are_classes_of_the_training_shards(folder: Path) -> N
     assert len(opened(folder)) == 5
     with pytest.raises(UserError, match=r"not classes of the training shards.*'7'"):
         opened(folder, "eval")
+
+
+def test_labels_are_numbers_in_both_splits_or_in_neither(folder: Path) -> None:
+    shard(folder / "set-train-000002.tar", samples(20, "cat"))
+    train, evaluation = opened(folder), opened(folder, "eval")
+    assert train.classes == evaluation.classes == ("0", "1", "2", "cat")
+    assert classes_of(evaluation) == ["1", "1"]
+    shard(folder / "set-train-000002.tar", samples(20, 3))
+    shard(folder / "set-val-000001.tar", samples(30, "cat"))
+    with pytest.raises(UserError, match=r"not classes of the training shards.*'cat'"):
+        opened(folder, "eval")
+
+
+def test_a_number_too_large_for_a_class_is_rejected_and_one_of_many_digits_is_a_name(tmp_path: Path) -> None:
+    shard(tmp_path / "x.tar", samples(0, 1, 9999999999))
+    with pytest.raises(UserError, match="the label 9999999999"):
+        opened(tmp_path / "x.tar")
+    shard(tmp_path / "y.tar", samples(0, 1, "9" * 5000))
+    assert opened(tmp_path / "y.tar").classes == ("1", "9" * 5000)
+
+
+def test_nothing_keeps_the_index_of_shards_once_the_data_is_closed(folder: Path) -> None:
+    train, evaluation = opened(folder), opened(folder, "eval", whole=True)
+    index = weakref.ref(train._index)  # type: ignore[attr-defined]
+    again = opened(folder)
+    assert again._index is train._index  # type: ignore[attr-defined]
+    del train, again
+    assert index() is None
+    assert len(evaluation) == 2
 
 
 def test_splits_that_are_missing_or_unclear_are_named(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from drumline.distillation.methods import contrast
 from drumline.distillation.methods.contrast import ContrastBank, Crd, first_rows, log_partition, nce, scores
 from drumline.parallel.world import single_process
 from tests.distillation import bank_ranks
+from tests.largest import Largest
 from tests.launch.ranks import one_thread
 
 WORLD = single_process(torch.device("cpu"))
@@ -186,13 +187,30 @@ def test_vectors_that_are_not_finite_are_not_stored_in_the_bank() -> None:
     assert last[1] == after["log_z"][1]
 
 
-def test_a_sample_that_occurs_twice_takes_its_last_vectors_as_if_it_had_come_once() -> None:
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_sample_that_occurs_twice_takes_its_last_vectors_as_if_it_had_come_once(
+    monkeypatch: pytest.MonkeyPatch, reverse: bool
+) -> None:
+    write = Tensor.index_copy_
+
+    def reversed_write(rows: Tensor, axis: int, index: Tensor, source: Tensor) -> Tensor:
+        return write(rows, axis, index.flip(0), source.flip(0))
+
+    if reverse:  # a device may write the rows in any order
+        monkeypatch.setattr(Tensor, "index_copy_", reversed_write)
     once, twice = small_bank(), small_bank()
     student, teacher = unit(5, 6, 1).float(), unit(5, 6, 2).float()
     twice.update(torch.tensor([4, 0, 4, 9, 0]), student, teacher)
     once.update(torch.tensor([4, 9, 0]), student[2:], teacher[2:])
     for name, rows in once.collect().items():
         assert torch.equal(rows, twice.collect()[name])
+
+
+def test_an_update_needs_memory_in_proportion_to_the_batch() -> None:
+    bank, ids = small_bank(), torch.arange(1000) % len(LABELS)
+    with Largest() as largest:
+        bank.update(ids, unit(1000, 6, 1).float(), unit(1000, 6, 2).float())
+    assert largest.size == 1000 * 2 * 6
 
 
 def test_first_rows_depend_on_the_seed_and_the_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:

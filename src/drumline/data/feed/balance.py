@@ -11,26 +11,18 @@ root of n. Classes without samples have none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.core.errors import UserError
-from drumline.core.text import near, printable
-from drumline.data.classes import some_names
 from drumline.data.feed.draws import KEY_BITS, Purpose, bits
-
-if TYPE_CHECKING:
-    from drumline.data.sources import Dataset
 
 Ids = NDArray[np.int64]
 Balance = Literal["none", "balanced", "sqrt"]
-IMBALANCED = 10
-"""If the largest class has at least this many times the samples of the smallest, the log reports an imbalance."""
 _FRACTION_BITS = 32
 _GOLDEN = 0x9E3779B9
 """2^32 divided by the golden ratio: its multiples modulo 2^32 are spread evenly."""
@@ -93,74 +85,11 @@ class ClassShares:
         return total
 
 
-def epoch_shares(dataset: Dataset, balance: Balance, batch: int, seed: int) -> ClassShares | None:
+def epoch_shares(labels: Ids, balance: Balance, batch: int, seed: int) -> ClassShares | None:
     """The shares of an epoch of whole batches; None if an epoch has each sample once."""
     if balance == "none":
         return None
-    return _epoch_shares(dataset, balance, len(dataset) // batch * batch, seed)
-
-
-@lru_cache(maxsize=2)
-def _epoch_shares(dataset: Dataset, balance: Balance, draws: int, seed: int) -> ClassShares:
-    return ClassShares.of(dataset.labels, balance, draws, seed)
-
-
-def loss_weights(
-    dataset: Dataset, balance: Balance, named: Mapping[str, float] | None
-) -> NDArray[np.float64]:
-    """The weight of each class in the loss, with a mean of 1 over the samples that are drawn. `named`: the weights of
-    some classes (the others have 1); None: in inverse proportion to how often a class is drawn."""
-    names = dataset.classes
-    drawn = class_weights(np.bincount(dataset.labels, minlength=len(names)), balance).astype(np.float64)
-    if named is None:
-        weights = np.divide(1.0, drawn, out=np.zeros(len(names)), where=drawn > 0)
-    else:
-        if unknown := [name for name in named if name not in names]:
-            close = near(unknown[0], names)
-            raise UserError(
-                f"train.class_weights: the data has no class '{printable(unknown[0])}'",
-                f"did you mean {printable(close[0])}?"
-                if close
-                else f"the classes are {some_names(names)}; write NAME:WEIGHT",
-            )
-        weights = np.array([named.get(name, 1.0) for name in names])
-    mean = float((weights * drawn).sum() / drawn.sum())
-    if mean == 0:
-        raise UserError(
-            "train.class_weights: every class in the data has weight 0", "give one a weight above 0"
-        )
-    return weights / mean
-
-
-def describe_sampling(
-    dataset: Dataset, balance: Balance, batch: int, weights: NDArray[np.float64] | None
-) -> list[str]:
-    """Lines for the log: how sampling and weights treat the largest and the smallest class, or that the classes are
-    imbalanced and neither is set."""
-    sizes = np.bincount(dataset.labels)
-    most = int(sizes.argmax())
-    least = int(np.where(sizes > 0, sizes, sizes.max() + 1).argmin())
-    ends = [f"'{printable(dataset.classes[label])}'" for label in (most, least)]
-    lines = []
-    if (shares := epoch_shares(dataset, balance, batch, seed=0)) is not None:
-        counts = shares.counts(0)
-        parts = [
-            f"class {name} {counts[label]:,} times ({sizes[label]:,} samples)"
-            for name, label in zip(ends, (most, least), strict=True)
-        ]
-        lines.append(f"data.balance={balance}: an epoch draws {' and '.join(parts)}")
-    if weights is not None:
-        parts = [
-            f"class {name} {weights[label]:.3g}" for name, label in zip(ends, (most, least), strict=True)
-        ]
-        lines.append(f"class weights in the training loss: {' and '.join(parts)}")
-    if not lines and dataset.name != "synthetic" and sizes[most] >= IMBALANCED * sizes[least]:
-        lines.append(
-            f"the training set is imbalanced: class {ends[0]} has {sizes[most]:,} samples, class {ends[1]} "
-            f"{sizes[least]:,} (the smallest of {np.count_nonzero(sizes):,}). To draw small classes more often, set "
-            "data.balance=sqrt"
-        )
-    return lines
+    return ClassShares.of(labels, balance, len(labels) // batch * batch, seed)
 
 
 def class_weights(sizes: Sequence[int] | Ids, balance: Balance) -> Ids:

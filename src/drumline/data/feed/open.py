@@ -176,7 +176,7 @@ def open_feed(
     chosen, _ = choose_workers(
         spec, dataset, view, seed, target, count=threads, pool=data.pool, decode=data.decode
     )
-    shares = epoch_shares(dataset, data.balance, data.batch, seed) if train else None
+    shares = epoch_shares(dataset.labels, data.balance, data.batch, seed) if train else None
     plan = _Plan(len(dataset), data.batch, train, seed, rank, world, shares)
     feed = Feed(spec, dataset, view, plan, chosen, target, data.bad_limit)
     feed.set_epoch(epoch, start)

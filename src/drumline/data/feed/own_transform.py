@@ -54,9 +54,9 @@ def transform_images(
     transform: Transform,
     seed: int,
     request: Request,
-    spread: Callable[..., Any] = map,
+    map_rows: Callable[..., Any] = map,
 ) -> None:
-    """Applies the user's function in place to each row of a batch. `spread` maps it over them, e.g. in threads."""
+    """Applies the user's function in place to each row of a batch. `map_rows` is a `map`, e.g. in threads."""
     if not transform.own:
         return
     function = load_transform(transform.own)
@@ -65,7 +65,7 @@ def transform_images(
         rng = generator_of(seed, request.epoch, key)
         images[row] = _result(function, images[row], rng, dataset, transform, request.epoch, sample)
 
-    for _ in spread(one, range(len(images)), request.samples.tolist(), request.keys.tolist()):
+    for _ in map_rows(one, range(len(images)), request.samples.tolist(), request.keys.tolist()):
         pass
 
 

@@ -22,7 +22,7 @@ from drumline.data.sources.base import (
     PooledDataset,
 )
 from drumline.data.sources.divide import reject_holdout
-from drumline.data.sources.webdataset import is_pattern
+from drumline.data.sources.shards import is_pattern
 
 __all__ = [
     "ArrayDataset",

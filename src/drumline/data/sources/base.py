@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -244,6 +244,24 @@ class MappedFiles(EncodedDataset):
             if length and isinstance(memory, memoryview) and isinstance(memory.obj, mmap.mmap):
                 first = start - start % mmap.PAGESIZE
                 memory.obj.madvise(mmap.MADV_WILLNEED, first, start + length - first)
+
+
+class NameBlock:
+    """Names in one block of bytes: a million of them are not a million strings."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+        self._block, self._ends = (
+            b"".join(encoded),
+            np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        )
+
+    def __getitem__(self, row: int) -> str:
+        start = int(self._ends[row - 1]) if row else 0
+        return self._block[start : int(self._ends[row])].decode("utf-8", "surrogateescape")
+
+    def tobytes(self) -> bytes:
+        return self._block + self._ends.tobytes()
 
 
 Dataset = ArrayDataset | EncodedDataset

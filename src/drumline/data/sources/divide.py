@@ -21,9 +21,13 @@ def holdout_ids(labels: Labels, spec: DatasetSpec, where: str) -> NDArray[np.int
         numbers = fold_numbers(labels, spec.folds, spec.split_seed)
         ids = np.flatnonzero((numbers == spec.fold) == (spec.split == "eval")).astype(np.int64)
         if len(ids) == 0:
+            divided = np.count_nonzero(numbers >= 0)
             raise UserError(
-                f"{where}: data.folds = {spec.folds}, but there are only {len(labels)} samples",
-                fix=f"set data.folds to at most {len(labels)}",
+                f"{where}: data.folds = {spec.folds}, but only {divided} samples can be divided (classes with one "
+                "sample are not)",
+                fix=f"set data.folds to at most {divided}"
+                if divided
+                else "add samples, or give the data an evaluation split",
             )
         return ids
     if spec.holdout == 0:
@@ -77,11 +81,13 @@ def holdout_mask(labels: Labels, fraction: float, seed: int = 0) -> NDArray[np.b
 
 def fold_numbers(labels: Labels, folds: int, seed: int = 0) -> NDArray[np.int64]:
     """The fold of each sample. Samples are dealt to the folds in turn: class by class, and within a class in the
-    order of a hash of the position. So folds differ by at most one sample, in each class and overall."""
+    order of a hash of the position. So folds differ by at most one sample, in each class and overall. The only sample
+    of a class is in no fold (-1): it is always for training, because nothing else could teach its class."""
     labels = np.asarray(labels, dtype=np.int64)
     order = np.lexsort((_hash(_positions(len(labels), seed)), labels))
-    numbers = np.empty(len(labels), np.int64)
-    numbers[order] = np.arange(len(labels)) % folds
+    order = order[np.bincount(labels)[labels[order]] > 1]
+    numbers = np.full(len(labels), -1, np.int64)
+    numbers[order] = np.arange(len(order)) % folds
     return numbers
 
 

@@ -72,12 +72,14 @@ def _text(file: Path, data: bytes) -> LabelFile:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{file}, line {line}: is not UTF-8 text", fix="save it as CSV in UTF-8") from error
     separators = ("\t",) if file.suffix.lower() == ".tsv" else _SEPARATORS
-    first = text.lstrip("\r\n").splitlines()[:1]
-    headers = [next(csv.reader(first, delimiter=each), []) for each in separators]
+    stream = io.StringIO(text, newline="")
+    first = next((line for line in stream if line.strip("\r\n")), "")[: csv.field_size_limit()]
+    stream.seek(0)
+    headers = [next(csv.reader([first], delimiter=each), []) for each in separators]
     most = max(range(len(headers)), key=lambda index: len(headers[index]))
     columns = _columns(headers[most], file)
     rows: list[Row] = []
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separators[most], strict=True)
+    reader = csv.reader(stream, delimiter=separators[most], strict=True)
     width, seen_header = len(headers[most]), False
     try:
         for fields in reader:
@@ -134,6 +136,11 @@ def _plain(value: Any) -> str:
 def _with_rows(rows: list[Row], has_splits: bool, file: Path) -> LabelFile:
     if not rows:
         raise UserError(f"{file} has no rows below its header", fix="give a row for each image")
+    for row in rows:
+        if "\0" in row.path:
+            raise UserError(
+                f"{file}, line {row.line}: the path has a NUL byte", fix="write the file again: it is damaged"
+            )
     return LabelFile(rows, has_splits)
 
 

@@ -39,7 +39,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), TEST),
 }
 """The values of a split column, in any case. Evaluation uses val, or test if there are no val rows."""
-_WHOLE = re.compile(r"[+-]?\d+(\.0+)?")
+_WHOLE = re.compile(r"[+-]?\d{1,18}(\.0+)?")
+"""A label that is a number. With more digits, it is a name."""
 
 
 def is_labels(path: Path) -> bool:
@@ -57,27 +58,22 @@ def open_labels(spec: DatasetSpec) -> FolderDataset:
 def places(spec: DatasetSpec) -> tuple[Path, Path]:
     """The label file, and the folder that its paths are relative to: data.path, or the file's own folder. The folder
     is absolute, because rows may be absolute, too, or lead out of it."""
-    file, root = _places(spec)
-    return file, Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
-
-
-def _places(spec: DatasetSpec) -> tuple[Path, Path]:
-    path = Path(spec.path).expanduser()
+    path, file = Path(spec.path).expanduser(), Path(spec.labels).expanduser()
+    root = path
     if not spec.labels:
-        return path, path.parent
-    file = Path(spec.labels).expanduser()
-    if not spec.path:
-        return file, file.parent
-    if not path.is_dir():
+        file, root = path, path.parent
+    elif not spec.path:
+        root = file.parent
+    elif not path.is_dir():
         raise UserError(
             f"data.path {spec.path} is not a folder, but data.labels is set",
             fix="give the folder that the paths in the label file are relative to",
         )
-    if not file.exists() and (path / file).is_file():
+    elif not file.exists() and (path / file).is_file():
         raise UserError(
             f"data.labels {spec.labels} does not exist here", fix=f"did you mean data.labels={path / file}?"
         )
-    return file, path
+    return file, Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
 
 
 @dataclass(frozen=True, slots=True)

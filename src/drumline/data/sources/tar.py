@@ -22,6 +22,7 @@ from drumline.data.sources.base import (
     DatasetSpec,
     Images,
     MappedFiles,
+    NameBlock,
     NoEvalSplit,
     NoTrainSplit,
     map_file,
@@ -60,23 +61,16 @@ class TarFiles(MappedFiles):
             np.array([image.offset for image in kept], dtype=np.int64),
             np.array([image.length for image in kept], dtype=np.int64),
         )
-        self._file = file
-        encoded = [_encode(image.name) for image in kept]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._names = b"".join(encoded)
+        self._file, self._names = file, NameBlock(image.name for image in kept)
 
     def names(self) -> bytes:
-        return self._names + self._ends.tobytes()
+        return self._names.tobytes()
 
     def where(self, sample: int) -> str:
-        return f"{self._file}:{self._name(sample)}"
+        return f"{self._file}:{self._names[sample]}"
 
     def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
-        return [self._name(sample) for sample in samples.tolist()]
-
-    def _name(self, sample: int) -> str:
-        start = int(self._ends[sample - 1]) if sample else 0
-        return _decode(self._names[start : int(self._ends[sample])])
+        return [self._names[sample] for sample in samples.tolist()]
 
 
 def is_tar(path: Path) -> bool:
@@ -392,7 +386,3 @@ def _damaged(where: str, what: str) -> UserError:
 
 def _decode(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
-
-
-def _encode(name: str) -> bytes:
-    return name.encode("utf-8", "surrogateescape")

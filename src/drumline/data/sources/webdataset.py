@@ -15,8 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,19 +26,22 @@ from drumline.core.machine import raise_descriptor_limit
 from drumline.data.classes import numbers
 from drumline.data.reading import open_error, open_regular
 from drumline.data.sources.base import (
+    MAX_CLASSES,
     DatasetSpec,
     Fault,
     FaultyData,
     Images,
     Labels,
     MappedFiles,
+    NameBlock,
     NoEvalSplit,
     NoTrainSplit,
 )
 from drumline.data.sources.divide import holdout_ids, reject_holdout
 from drumline.data.sources.folder import EXTENSIONS
-from drumline.data.sources.labels import SPLITS, TEST, TRAIN, VAL
+from drumline.data.sources.labels import TRAIN, VAL
 from drumline.data.sources.packed import MANY_SHARDS
+from drumline.data.sources.shards import find_shards, is_pattern, shards_in
 from drumline.data.sources.tar import Member, is_tar, members, open_archive
 
 CLASS_NAMES = ("classnames.txt", "classes.txt")
@@ -49,8 +52,8 @@ LARGEST_LABEL = 1 << 20
 """Maximum bytes of a .cls or .json member."""
 _PEEKED = 256
 """Number of members that are read to recognise a tar."""
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_NUMBER = re.compile(r"\d{1,18}")
+"""A label that is a number. With more digits, it is a name."""
 
 
 def is_webdataset(path: Path) -> bool:
@@ -59,49 +62,32 @@ def is_webdataset(path: Path) -> bool:
         return is_pattern(str(path))
     if path.is_file():
         return path.name.lower().endswith(".tar") and _has_keys(path)
-    found = _in_folder(path)
+    found = shards_in(path)
     return bool(found) and _has_keys(found[0][0])
 
 
 def is_class_tar(path: Path) -> bool:
-    """Whether a path is a tar of class folders, by its name and because it is not a shard."""
-    return is_tar(path) and not is_webdataset(path)
-
-
-def is_pattern(path: str) -> bool:
-    """Whether a path has braces to expand, as in `train-{000..099}.tar`."""
-    return path.endswith(".tar") and _BRACES.search(path) is not None
-
-
-def expand(pattern: str) -> list[str]:
-    """The paths of a pattern: `{000..099}` counts, `{train,val}` lists."""
-    found = _BRACES.search(pattern)
-    if found is None:
-        return [pattern]
-    first, last = _RANGE.fullmatch(found[1]), found[1].split(",")
-    if first is not None:
-        low, high = first[1], first[2]
-        last = [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    ends = expand(pattern[found.end() :])
-    return [f"{pattern[: found.start()]}{each}{end}" for each, end in itertools.product(last, ends)]
+    """Whether a path is a tar of class folders, by its name, and because it is not a shard or may be both."""
+    return is_tar(path) and (not is_webdataset(path) or _has_folders(path))
 
 
 def open_webdataset(spec: DatasetSpec) -> WebDatasetFiles:
     """The samples of a split: by `train`, `val` or `test` in shard names, or divided by `holdout` or `folds`."""
     where = Path(spec.path).expanduser()
-    shards, remarks = _shards(spec.path)
+    shards, remarks = find_shards(spec.path)
     train, evaluation = shards.get(TRAIN, []), shards.get(VAL, [])
     if not train and not spec.whole:
         raise NoTrainSplit(f"{where} has no training shards", fix="name them train-000000.tar, ...")
     # The classes are those of the training shards.
     known = _index_of(train or evaluation, where)
     chosen = _index_of(evaluation, where) if evaluation and (spec.split == "eval" or not train) else known
-    names = _class_names((train or evaluation)[0].parent, known)
-    labels = _labels(chosen, names, str(where))
+    numbered = all(map(_NUMBER.fullmatch, known.labels))
+    names = _class_names((train or evaluation)[0].parent, known, numbered)
+    labels = _labels(chosen, names, numbered, str(where))
     rows = np.arange(len(labels), dtype=np.int64)
     if evaluation:
         reject_holdout(spec, str(where))
-    elif spec.whole and where.is_dir() and None not in {split for _, split in _in_folder(where)}:
+    elif spec.whole and where.is_dir() and None not in {split for _, split in shards_in(where)}:
         raise NoEvalSplit(
             f"{where} has only training shards",
             fix=f"give the shards to score by name, for example data.path={train[0]}",
@@ -129,22 +115,18 @@ class WebDatasetFiles(MappedFiles):
     def names(self) -> bytes:
         index = self._index
         shards = "\0".join(file.name for file in index.files).encode("utf-8", "surrogateescape")
-        return b"".join(
-            (shards, index.places.tobytes(), index.names, index.ends.tobytes(), self._rows.tobytes())
-        )
+        return b"".join((shards, index.places.tobytes(), index.names.tobytes(), self._rows.tobytes()))
 
     def where(self, sample: int) -> str:
-        return f"{self._index.files[self._parts[sample]]}:{self._name(sample)}"
+        file, name = self._member(sample)
+        return f"{file}:{name}"
 
     def sample_names(self, samples: NDArray[np.integer]) -> list[str]:
-        return [
-            f"{self._index.files[self._parts[each]].name}/{self._name(each)}" for each in samples.tolist()
-        ]
+        members = map(self._member, samples.tolist())
+        return [f"{file.name}/{name}" for file, name in members]
 
-    def _name(self, sample: int) -> str:
-        row, ends = int(self._rows[sample]), self._index.ends
-        start = int(ends[row - 1]) if row else 0
-        return self._index.names[start : int(ends[row])].decode("utf-8", "surrogateescape")
+    def _member(self, sample: int) -> tuple[Path, str]:
+        return self._index.files[self._parts[sample]], self._index.names[int(self._rows[sample])]
 
 
 @dataclass(frozen=True)
@@ -154,9 +136,7 @@ class _Index:
     files: list[Path]
     places: NDArray[np.int64]
     """(n, 3): shard, offset and length of each image."""
-    names: bytes
-    """The images' names, concatenated."""
-    ends: NDArray[np.int64]
+    names: NameBlock
     labels: list[str]
     """The different labels, sorted."""
     codes: NDArray[np.int64]
@@ -183,14 +163,21 @@ class _Odd:
     scattered: list[tuple[str, str]] = field(default_factory=list)
 
 
+_indexes: WeakValueDictionary[tuple[tuple[Path, int, int], ...], _Index] = WeakValueDictionary()
+"""Those of open data sets: the evaluation split needs that of the training shards, too."""
+
+
 def _index_of(files: list[Path], where: Path) -> _Index:
-    """The index of shards. Cached, because both splits need that of the training shards."""
+    """The index of shards."""
     stats = [file.stat() for file in files]
-    return _index(tuple(files), tuple((each.st_size, each.st_mtime_ns) for each in stats), where)
+    key = tuple((file, each.st_size, each.st_mtime_ns) for file, each in zip(files, stats, strict=True))
+    index = _indexes.get(key)
+    if index is None:
+        index = _indexes[key] = _index(files, where)
+    return index
 
 
-@lru_cache(maxsize=2)
-def _index(files: tuple[Path, ...], _: tuple[tuple[int, int], ...], where: Path) -> _Index:
+def _index(files: list[Path], where: Path) -> _Index:
     """Reads the headers of all shards, and the labels."""
     odd, found = _Odd(), list[tuple[str, str, tuple[int, int, int]]]()
     for part, file in enumerate(files):
@@ -226,14 +213,12 @@ def _index(files: tuple[Path, ...], _: tuple[tuple[int, int], ...], where: Path)
             f"(with one of {', '.join(LABEL_KEYS[:4])})",
         )
     labels, names, places = zip(*found, strict=True)
-    encoded = [name.encode("utf-8", "surrogateescape") for name in names]
     different = sorted(set(labels))
     code = {label: number for number, label in enumerate(different)}
     return _Index(
-        files=list(files),
+        files=files,
         places=np.array(places, np.int64),
-        names=b"".join(encoded),
-        ends=np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        names=NameBlock(names),
         labels=different,
         codes=np.array([code[label] for label in labels], np.int64),
         remarks=remarks,
@@ -277,7 +262,7 @@ def _label(archive: Images, member: Member) -> tuple[str, str]:
     try:
         text = data.decode("utf-8-sig").strip()
         found = _from_json(json.loads(text)) if member.name.lower().endswith(".json") else text
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", "is not JSON" if member.name.lower().endswith(".json") else "is not UTF-8 text"
     if found.startswith("-") and found[1:].isdecimal():
         return "", f"is {found}, but labels count from 0"
@@ -293,12 +278,13 @@ def _from_json(value: object) -> str:
     return str(found).strip() if isinstance(found, int | str) and not isinstance(found, bool) else ""
 
 
-def _class_names(folder: Path, index: _Index) -> tuple[str, ...]:
+def _class_names(folder: Path, index: _Index, numbered: bool) -> tuple[str, ...]:
     """The classes: from the file next to the shards, the names in the labels, or numbers."""
-    numbered = all(label.isdecimal() for label in index.labels)
     most = max(map(int, index.labels)) if numbered else 0
     file = next((folder / name for name in CLASS_NAMES if (folder / name).is_file()), None)
     if file is None:
+        if most >= MAX_CLASSES:
+            raise UserError(f"{folder}: the shards have the label {most}", fix="number the classes 0 to K-1")
         return numbers(most + 1) if numbered else tuple(index.labels)
     try:
         with open_regular(file) as stream:
@@ -318,11 +304,12 @@ def _class_names(folder: Path, index: _Index) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _labels(index: _Index, names: tuple[str, ...], where: str) -> Labels:
+def _labels(index: _Index, names: tuple[str, ...], numbered: bool, where: str) -> Labels:
     """The number of each sample's class."""
     number = {name: place for place, name in enumerate(names)}
-    if all(label.isdecimal() for label in index.labels):
-        number = {label: int(label) for label in index.labels if int(label) < len(names)}
+    if numbered:
+        known = [label for label in index.labels if _NUMBER.fullmatch(label)]
+        number = {label: int(label) for label in known if int(label) < len(names)}
     if unknown := [label for label in index.labels if label not in number]:
         some = ", ".join(repr(label) for label in unknown[:3])
         raise UserError(
@@ -331,84 +318,6 @@ def _labels(index: _Index, names: tuple[str, ...], where: str) -> Labels:
             fix="use the same classes in all shards; the training shards must have every class",
         )
     return np.array([number[label] for label in index.labels], np.int64)[index.codes]
-
-
-def _shards(path: str) -> tuple[dict[str | None, list[Path]], list[Fault]]:
-    """The shards of each split in the order of their names, and remarks about missing ones. Without splits, all are
-    training shards."""
-    place = Path(path).expanduser()
-    if is_pattern(path) and not place.exists():
-        files = [Path(each).expanduser() for each in expand(path)]
-        if missing := [str(file) for file in files if not file.is_file()]:
-            rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise UserError(
-                f"data.path {path}: {len(missing)} of {len(files)} shards do not exist: "
-                f"{', '.join(missing[:3])}{rest}",
-                fix="copy them, or use a pattern of shards that exist",
-            )
-        found = [(file, _split_of(file.stem)) for file in files]
-    elif place.is_file():
-        found = [(place, _split_of(place.stem))]
-    else:
-        found = _in_folder(place)
-    if not place.is_dir() and len({split for _, split in found}) == 1:
-        found = [(file, None) for file, _ in found]  # shards that are given by name are the whole data
-    kinds = {kind for _, kind in found}
-    if not found or (None in kinds and len(kinds) > 1):
-        odd = next((file.name for file, kind in found if kind is None), "")
-        what = f"{odd} has no split in its name, but others have" if odd else "has no .tar shards"
-        raise UserError(f"{place}: {what}", fix="name the shards train-000000.tar, ..., val-000000.tar, ...")
-    by_split: dict[str | None, list[Path]] = {}
-    for file, kind in found:
-        by_split.setdefault(kind, []).append(file)
-    evaluation = by_split.get(VAL) or by_split.get(TEST, [])
-    left_out = by_split.get(TEST, []) if VAL in by_split else []
-    shards = {TRAIN: by_split.get(TRAIN, []) or by_split.get(None, []), VAL: evaluation}
-    remarks = [
-        Fault(
-            "missing-shard",
-            "shards that are missing in a numbered series",
-            [(each, "") for each in _gaps([f for f, _ in found])],
-        ),
-        Fault(
-            "left-out",
-            "test shards, left out because there are val shards",
-            [(str(f), "") for f in left_out],
-        ),
-    ]
-    return {split: files for split, files in shards.items() if files}, remarks
-
-
-def _in_folder(folder: Path) -> list[tuple[Path, str | None]]:
-    """The shards of a folder, or of its subfolders with the names of splits, each with its split."""
-    files = _tars(folder)
-    if files:
-        return [(file, _split_of(file.stem)) for file in files]
-    inner = sorted(each for each in folder.iterdir() if each.is_dir() and each.name.lower() in SPLITS)
-    return [(file, SPLITS[each.name.lower()]) for each in inner for file in _tars(each)]
-
-
-def _tars(folder: Path) -> list[Path]:
-    entries = sorted(folder.iterdir())
-    return [each for each in entries if each.name.endswith(".tar") and each.name[0] != "." and each.is_file()]
-
-
-def _split_of(name: str) -> str | None:
-    """The split that a name contains as a word: `imagenet-train-0001` belongs to train."""
-    return next((SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS), None)
-
-
-def _gaps(files: list[Path]) -> list[str]:
-    """Names that are missing between the first and the last number of each series."""
-    series: dict[tuple[str, int], list[int]] = {}
-    for file in files:
-        if found := re.fullmatch(r"(.*?)(\d+)", str(file.with_suffix(""))):
-            series.setdefault((found[1], len(found[2])), []).append(int(found[2]))
-    return [
-        f"{start}{number:0{width}}.tar"
-        for (start, width), there in sorted(series.items())
-        for number in sorted(set(range(min(there), max(there))) - set(there))[:1000]
-    ]
 
 
 def _has_keys(file: Path) -> bool:
@@ -424,3 +333,16 @@ def _has_keys(file: Path) -> bool:
     return any(kind == "cls" for kinds in found.values() for kind in kinds) or any(
         kinds == {"image", "json"} for kinds in found.values()
     )
+
+
+def _has_folders(file: Path) -> bool:
+    """Whether the images of a tar lie in several folders, as those of classes do."""
+    first = ""
+    try:
+        for member, _, kind in _sample_members(open_archive(file), str(file)):
+            folder = member.name.removeprefix("./").rpartition("/")[0]
+            if kind == "image" and (not folder or folder != (first := first or folder)):
+                return bool(folder)
+    except UserError:  # opening it says what is wrong
+        pass
+    return False

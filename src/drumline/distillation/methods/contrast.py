@@ -184,8 +184,8 @@ class ContrastBank:
         """
         _, index = self._find(ids)
         # All occurrences of a sample write the same values, so the order in which a device writes them is irrelevant.
-        place = torch.arange(len(ids), device=ids.device)
-        last = torch.where(ids[:, None] == ids[None, :], place, -1).amax(dim=1)
+        ordered, order = ids.sort(stable=True)
+        last = order[torch.searchsorted(ordered, ids, right=True) - 1]
         new = torch.stack([student, teacher], 1).to(self._rows.dtype)[last]
         old = self._rows[index]
         moved = F.normalize(self._momentum * old + (1 - self._momentum) * new, dim=2)

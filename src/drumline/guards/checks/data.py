@@ -41,7 +41,9 @@ def repeated_ids(
     values, counts = ids.unique(return_counts=True)
     allowed = torch.ones_like(counts)
     if planned is not None and len(planned):
-        allowed = (planned[None, :] == values[:, None]).sum(dim=1).clamp_min(1)
+        drawn, times = planned.unique(return_counts=True)
+        at = torch.searchsorted(drawn, values).clamp_max(len(drawn) - 1)
+        allowed = torch.where(drawn[at] == values, times[at], 1)
     extra = (counts - allowed).clamp_min(0)
     repeats = int(extra.sum())
     if not repeats:
