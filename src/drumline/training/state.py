@@ -29,6 +29,7 @@ from drumline.models.parts import freeze, is_held, rate_factors
 from drumline.parallel.sharded import local_shard
 from drumline.parallel.strategy import SetupContext, Strategy
 from drumline.training.optim import build_optimizer
+from drumline.training.own_optimizer import OwnOptimizer
 from drumline.training.schedule import Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -112,6 +113,8 @@ class TrainState:
 
     def _optimizer_tensors(self) -> Tensors:
         names = {id(parameter): name for name, parameter in self.strategy.named_parameters()}
+        if isinstance(self.optimizer, OwnOptimizer):
+            self.optimizer.undo_skipped()
         return {
             f"{slot}/{names[id(parameter)]}": self.strategy.optimizer_tensor(names[id(parameter)], tensor)
             for parameter, slots in self.optimizer.state.items()
