@@ -92,6 +92,40 @@ class Remembering(Weighted):
         return super().forward(logits, labels)
 
 
+class Calls:
+    """A number of calls, and losses that do not depend on it at first."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.seen["calls"] = self.seen.get("calls", 0) + 1
+        return focal(logits, labels)
+
+
+_CALLS: list[int] = []
+
+
+def weaker(logits: Tensor, labels: Tensor) -> Tensor:
+    _CALLS.append(1)
+    return focal(logits, labels) / len(_CALLS)
+
+
+class Caching:
+    """Keeps a table that every call computes alike, and draws random numbers."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Tensor] = {}
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        table = self.tables.setdefault(logits.shape[1], torch.ones(logits.shape[1]))
+        return focal(logits * table, labels) * torch.rand(len(labels))
+
+
+def of_products(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits @ torch.eye(logits.shape[1]), labels, reduction="none")
+
+
 def averaged(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels)
 
