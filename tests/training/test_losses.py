@@ -71,7 +71,11 @@ def test_a_module_that_remembers_is_rejected() -> None:
 
 
 def test_an_own_loss_runs_outside_any_autocast() -> None:
-    loss, logits, labels = OwnLoss("tests.own_code:of_products", 4, CPU), torch.randn(6, 4), torch.arange(6) % 4
+    loss, logits, labels = (
+        OwnLoss("tests.own_code:of_products", 4, CPU),
+        torch.randn(6, 4),
+        torch.arange(6) % 4,
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(loss(logits, labels), F.cross_entropy(logits, labels, reduction="none"))
 
