@@ -33,7 +33,9 @@ from drumline.training import rehearse
 from drumline.training.loop import train
 from drumline.training.output import RunOutput, TrainResult
 from drumline.training.rehearse import _check_draws
+from drumline.training.run import Run as TrainingRun
 from drumline.training.step import NotCapturable, TrainStep
+from drumline.training.task import Classification
 from tests.training import tiny
 
 CPU = torch.device("cpu")
@@ -49,6 +51,26 @@ def test_draws_without_a_seed_in_any_stage_are_logged_on_rank_0() -> None:
     )
     _check_draws(first)
     assert "which no seed of the run reaches" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "plain"), [("cross_entropy", True), ("bce", False), ("tests.own_code:focal", False)]
+)
+def test_only_of_a_plain_cross_entropy_it_is_known_what_a_guess_costs(loss: str, plain: bool) -> None:
+    sets = SimpleNamespace(
+        eval=SimpleNamespace(labels=np.array([0, 0, 1])), train=SimpleNamespace(classes=("a", "b"))
+    )
+    plan = SimpleNamespace(total=9, per_epoch=3)
+    for objective, known in ((Classification(classes=2), plain), (object(), False)):
+        opened: Any = SimpleNamespace(
+            sets=sets,
+            plan=plan,
+            task=SimpleNamespace(objective=objective),
+            recipe=Recipe(train=Train(loss=loss)),
+        )
+        trend = TrainingRun._trend(opened)
+        assert trend.is_cross_entropy == known
+        assert trend.guess == pytest.approx(2 / 3)
 
 
 def recipe(

@@ -265,8 +265,8 @@ class Run:
         """What notices that this run does not learn."""
         labels, plan = self.sets.eval.labels, self.plan
         guess = float(np.unique(labels, return_counts=True)[1].max() / len(labels))
-        plain = isinstance(self.task.objective, Classification)
-        return Trend(len(self.sets.train.classes), guess, plan.total, plan.per_epoch, plain)
+        known = isinstance(self.task.objective, Classification) and self.recipe.train.loss == "cross_entropy"
+        return Trend(len(self.sets.train.classes), guess, plan.total, plan.per_epoch, known)
 
     def _environment(self, threads: int, identity: dict[str, Any]) -> dict[str, Any]:
         """The environment of this run, as environment.json and checkpoints record it."""
