@@ -171,6 +171,28 @@ def test_a_checkpoint_of_other_steps_is_rejected_before_a_tensor_is_written(
         train(wanted, single_process(CPU))
 
 
+@pytest.mark.slow
+def test_the_best_evaluation_is_forgotten_if_the_evaluation_set_changes(tmp_path: Path) -> None:
+    """Scores on different sets cannot be compared."""
+    for number in range(24):
+        path = tmp_path / f"data/{'abc'[number % 3]}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)).save(path)
+    data = Data(path=str(tmp_path / "data"), size=8, batch=8, workers=0, folds=3)
+
+    def ended(fold: int, steps: int) -> tuple[TrainResult, str]:
+        made = recipe(tmp_path, resume="auto" if steps > 2 else "never", steps=steps)
+        found = train(replace(made, data=replace(data, fold=fold)), single_process(CPU))
+        return found, (tmp_path / "one/log.txt").read_text()
+
+    ended(fold=0, steps=2)
+    assert "do not count" not in ended(fold=0, steps=4)[1]
+    found, log = ended(fold=1, steps=6)
+    assert "the evaluation set has changed since step-4" in log
+    assert "the evaluations so far do not count as best" in log
+    assert found.best_epoch == 3, "the first evaluation on the new set"
+
+
 def _fail(*_: object, **__: object) -> None:
     raise RuntimeError("out of memory")
 

@@ -77,7 +77,11 @@ def restore(
             messages.append(
                 f"checkpoint.best: {before} -> {recipe.checkpoint.best}: the evaluations so far do not count as best"
             )
-        messages += compare_data(manifest.environment, environment, checkpoint, strict)
+        warnings = compare_data(manifest.environment, environment, checkpoint, strict)
+        if "evaluation" in warnings:
+            position = forget_best(position)
+            warnings["evaluation"] += "; the evaluations so far do not count as best"
+        messages += warnings.values()
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
             raise UserError(
@@ -139,9 +143,10 @@ def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoin
 
 def compare_data(
     then: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, strict: bool
-) -> list[str]:
-    """Warnings about samples that differ from the checkpoint's. Strict mode rejects changed training data."""
-    before, messages = then.get("data"), []
+) -> dict[str, str]:
+    """A warning for each set whose samples differ from the checkpoint's. Strict mode rejects changed training
+    data."""
+    before, warnings = then.get("data"), dict[str, str]()
     for side, summary in now["data"].items():
         if not isinstance(before, dict) or not isinstance(before.get(side), dict):
             continue  # earlier versions did not record it
@@ -153,10 +158,10 @@ def compare_data(
                 "resume with the run's original data (data.path), or continue without the promise: --run.no-strict",
             )
         if changed:
-            messages.append(
+            warnings[side] = (
                 f"WARNING: the {side} set has changed since {checkpoint.name}, so the result may differ: {changed}"
             )
-    return messages
+    return warnings
 
 
 def _refrozen(groups: Groups, frozen: object, now: Collection[str], slots: Slots) -> Gathered:
