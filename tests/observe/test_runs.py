@@ -73,6 +73,9 @@ def test_the_best_evaluation_is_the_one_that_the_run_found_best(tmp_path: Path) 
     assert "  loss 1.2500 at 2  " in table([found], [{}], 1000)[1]
     found = summarize(run_folder(tmp_path / "b", START, text))
     assert (found.best_metric, found.best_value, found.best_epoch) == ("top1", 0.4, 2.0)
+    by_loss = text.replace('"best": ', '"best_metric": "loss", "best": ')
+    found = summarize(run_folder(tmp_path / "d", START, by_loss))
+    assert (found.best_metric, found.best_value, found.best_epoch) == ("top1", None, None), "resumed since"
     never = text.replace("true", "false")
     assert summarize(run_folder(tmp_path / "c", START, never)).best_value is None
 

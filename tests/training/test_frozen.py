@@ -105,7 +105,9 @@ def test_the_run_before_the_change_is_gone_when_it_is_opened_again(
         def __init__(self, *given: Any) -> None:
             assert not any(earlier() for earlier in opened)
             super().__init__(*given)
-            opened.extend([weakref.ref(self), weakref.ref(self.state.module), weakref.ref(self.state.optimizer)])
+            opened.extend(
+                [weakref.ref(self), weakref.ref(self.state.module), weakref.ref(self.state.optimizer)]
+            )
 
     monkeypatch.setattr(loop, "Run", Watched)
     words = (*frozen_ranks.WORDS, f"run.dir={tmp_path}", "run.name=one")

@@ -82,7 +82,7 @@ def summarize(path: Path) -> RunSummary:
     scores = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("top1"), float)]
     settings = _settings(path)
     metric = str((settings or {}).get("checkpoint.best", "top1"))
-    best = _best(scores)
+    best = _best(scores, metric)
     value = _judged(best, metric)
     return RunSummary(
         str(path),
@@ -107,10 +107,12 @@ def _judged(line: Mapping[str, Any], metric: str) -> float | None:
     return value
 
 
-def _best(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The evaluation that the run found best. Earlier versions did not record it: the highest top-1."""
+def _best(scores: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """The evaluation that the run found best by its metric, which a resume may have changed. Earlier versions did not
+    record it: the highest top-1."""
     if any("best" in line for line in scores):
-        return next((line for line in reversed(scores) if line.get("best") is True), {})
+        best = next((line for line in reversed(scores) if line.get("best") is True), {})
+        return best if best.get("best_metric", metric) == metric else {}
     return max(scores, key=lambda line: line["top1"], default={})
 
 

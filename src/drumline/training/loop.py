@@ -192,7 +192,7 @@ def evaluate(run: Run, position: Position) -> tuple[Score, Position]:
             f"WARNING: the model's output is not finite for {nonfinite:,} of {judged.samples:,} samples: "
             f"the run has diverged. To prevent this, {advice(run.step.precision)}"
         )
-    run.reporter.evaluated(position.step, score, average, best)
+    run.reporter.evaluated(position.step, score, average, best, run.best_metric.name)
     return judged, after_evaluation(position, value, best)
 
 
