@@ -130,7 +130,7 @@ def test_a_run_that_fails_or_is_stopped_ends_the_command(
         {"finished": False, "stopped_by": "SIGTERM"},
     ]
 
-    def end(recipe: Recipe, job: str) -> dict[str, Any]:
+    def end(recipe: Recipe, job: str, **given: object) -> dict[str, Any]:
         ended = ends.pop(0)
         if isinstance(ended, UserError):
             raise ended

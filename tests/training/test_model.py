@@ -58,6 +58,18 @@ def test_what_the_recipe_says_itself_stays(tmp_path: Path) -> None:
     assert found["data.interpolation"] == "bicubic"
 
 
+def test_what_a_command_sets_stays_even_if_it_is_the_default(tmp_path: Path) -> None:
+    recipe = Recipe(model=Model(weights=weights(tmp_path)))
+    found = resolve_model(recipe, given=("data.eval_crop", "data.size", "data.exif"))
+    assert {"data.eval_crop", "data.exif"}.isdisjoint(found)
+    assert found["data.size"] == 24, "auto leaves it to the weights"
+
+
+def test_a_mean_belongs_to_its_standard_deviation(tmp_path: Path) -> None:
+    for ours in ({"mean": (0.5,)}, {"std": (0.5,)}):
+        assert {"data.mean", "data.std"}.isdisjoint(resolved(weights(tmp_path), **ours))
+
+
 def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
     path = weights(tmp_path)
     found = {name.partition(".")[2]: value for name, value in resolved(path).items()}

@@ -50,7 +50,7 @@ def _resolved(invocation: Invocation[RecipeOptions], command: str) -> Invocation
     from drumline.training.model import resolve_model
 
     recipe = invocation.recipe
-    decided = resolve_model(recipe, images=command != "eval")
+    decided = resolve_model(recipe, images=command != "eval", given=invocation.origins)
     origin = f"of {recipe.model.weights}" if recipe.model.weights else "the default model"
     origins = {**invocation.origins, **dict.fromkeys(decided, origin)}
     return replace(invocation, recipe=with_values(recipe, decided), origins=origins)

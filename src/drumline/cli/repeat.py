@@ -11,14 +11,14 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.arguments import Invocation, RecipeOptions
-from drumline.config.fields import with_values
+from drumline.config.fields import recipe_fields, with_values
 from drumline.config.limits import Range
 from drumline.config.recipe import Recipe
 from drumline.config.toml import dump_recipe
@@ -43,8 +43,8 @@ class RepeatOptions(RecipeOptions):
     of their results. The same command continues where it was stopped."""
 
 
-def recipes(recipe: Recipe, count: int) -> list[Recipe]:
-    """The recipe of each run. Rejects what cannot be repeated."""
+def recipes(recipe: Recipe, count: int, given: Collection[str] = ()) -> list[Recipe]:
+    """The recipe of each run. Rejects what cannot be repeated. `given` are the fields that the user has set."""
     if count == 1:
         return [recipe]
     run, parallel = recipe.run, recipe.parallel
@@ -61,7 +61,7 @@ def recipes(recipe: Recipe, count: int) -> list[Recipe]:
         )
     from drumline.training.model import resolve_model
 
-    recipe = with_values(recipe, resolve_model(recipe))
+    recipe = with_values(recipe, resolve_model(recipe, given=given))
     name = run.name
     if name == "auto":
         from drumline.data.sources import detect_source
@@ -106,7 +106,8 @@ def repeat(runs: Sequence[Recipe], job: str) -> int:
         say(what)
         try:
             resume = "auto" if folder.exists() else "never"
-            result = start(replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume)), job)
+            recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume))
+            result = start(recipe, job, given=recipe_fields())  # `recipes` has resolved it
         except BaseException:
             _report(folders[: number - 1])
             say(f"seed {recipe.run.seed} did not finish; the same command continues with it")

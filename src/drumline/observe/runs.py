@@ -111,7 +111,7 @@ def _best(scores: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
     """The evaluation that the run found best by its metric, which a resume may have changed. Earlier versions did not
     record it: the highest top-1."""
     if any("best" in line for line in scores):
-        best = next((line for line in reversed(scores) if line.get("best") is True), {})
+        best: dict[str, Any] = next((line for line in reversed(scores) if line.get("best") is True), {})
         return best if best.get("best_metric", metric) == metric else {}
     return max(scores, key=lambda line: line["top1"], default={})
 
