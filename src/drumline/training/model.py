@@ -157,9 +157,10 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
 def shared_weights(path: str, world: World) -> Path:
     """The verified weights file that a path means, the same one on every rank: the run that owns the folder
     may save a newer one meanwhile."""
-    file = Path(world.broadcast_object(str(resolve_weights(path, FIELDS)) if world.is_rank_zero else ""))
+    found = resolve_weights(path, FIELDS) if world.is_rank_zero else None
+    file = Path(world.broadcast_object(str(found or "")))
     if is_pretrained(path):
-        return resolve_weights(path, FIELDS)  # each machine has a cache of its own
+        return found or resolve_weights(path, FIELDS)  # each machine has a cache of its own
     verify_weights(file)
     return file
 
