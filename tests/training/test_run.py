@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import itertools
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -36,6 +38,7 @@ from drumline.training.rehearse import _check_draws
 from drumline.training.run import Run as TrainingRun
 from drumline.training.step import NotCapturable, TrainStep
 from drumline.training.task import Classification
+from tests import own_code
 from tests.training import tiny
 
 CPU = torch.device("cpu")
@@ -87,6 +90,26 @@ def recipe(
 
 def run(folder: Path, **settings: Any) -> TrainResult:
     return train(recipe(folder, **settings), single_process(CPU))
+
+
+@pytest.mark.slow
+def test_each_run_of_a_process_has_an_augmentation_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the second of two runs of `--repeat` would begin with what the first has left in it."""
+    made: list[weakref.ref[Any]] = []
+
+    class Watched(own_code.Shade):
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(own_code, "Shade", Watched)
+    for name in ("one", "two"):
+        wanted = recipe(tmp_path, steps=1)
+        wanted = replace(wanted, run=replace(wanted.run, name=name))
+        train(replace(wanted, data=Data(batch=16, transform="tests.own_code:Shade")), single_process(CPU))
+    gc.collect()
+    assert [each() for each in made] == [None, None]
 
 
 def contents(folder: Path) -> dict[str, str]:

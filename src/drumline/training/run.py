@@ -22,6 +22,7 @@ from drumline.core.heartbeat import Phase, enter
 from drumline.core.text import counted
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, LoaderWorkers
+from drumline.data.feed.own_transform import load_transform
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe.display import Display, make_display
 from drumline.observe.run_log import RunLog
@@ -90,6 +91,7 @@ class Run:
         self.world = world
         display = make_display(world.rank)
         cleanup.callback(display.end)
+        cleanup.callback(load_transform.cache_clear)
         set_deterministic(recipe.run.deterministic)
 
         # Data: the same recipe, software and samples on every rank.
