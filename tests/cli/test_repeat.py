@@ -1,4 +1,4 @@
-"""`--repeat`: one run for each seed, continued by the same command, with the mean and the spread at the end."""
+"""`--repeat`: one run for each seed, continued by the same command; at the end, mean and standard deviation."""
 
 from __future__ import annotations
 

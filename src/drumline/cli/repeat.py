@@ -157,12 +157,12 @@ def _report(folders: Sequence[Path]) -> None:
 
 
 def _result(folders: Sequence[Path], finished: bool) -> dict[str, Any]:
-    from drumline.observe.runs import spread, summarize
+    from drumline.observe.runs import statistics_of, summarize
 
     runs = [summarize(folder) for folder in folders]
     ended = [run for run in runs if run.state == "finished"]
     figures = {
-        name: asdict(found) if (found := spread([getattr(run, name) for run in ended])) else None
+        name: asdict(found) if (found := statistics_of([getattr(run, name) for run in ended])) else None
         for name in ("top1", "loss", "best_value")
     }
     return {

@@ -133,7 +133,7 @@ def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Statistics:
     """How a number varies over runs."""
 
     mean: float
@@ -143,12 +143,12 @@ class Spread:
     max: float
 
 
-def spread(values: Sequence[float | None]) -> Spread | None:
+def statistics_of(values: Sequence[float | None]) -> Statistics | None:
     """How the values vary; None if there are fewer than two, or one is missing."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(known) < len(values):
         return None
-    return Spread(statistics.fmean(known), statistics.stdev(known), min(known), max(known))
+    return Statistics(statistics.fmean(known), statistics.stdev(known), min(known), max(known))
 
 
 def repeats(runs: Sequence[RunSummary], field: str = "run.seed") -> list[list[RunSummary]]:

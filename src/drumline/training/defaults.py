@@ -32,7 +32,7 @@ WARMUP = 0.05
 """Share of the epochs."""
 
 
-def settle(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
+def choose_defaults(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
     """The recipe with a number for each `auto` of the fields above, and a line that says what was chosen; empty if
     nothing was."""
     chosen = []

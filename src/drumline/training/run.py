@@ -39,7 +39,7 @@ from drumline.state.shards import ShardWriter
 from drumline.training import metrics
 from drumline.training.best import best_metric, early_stop
 from drumline.training.consistency import check_data, check_recipes, check_software
-from drumline.training.defaults import settle
+from drumline.training.defaults import choose_defaults
 from drumline.training.metrics import Metric
 from drumline.training.model import model_record
 from drumline.training.output import RunOutput
@@ -99,7 +99,7 @@ class Run:
         messages = check_software(recipe, world)
         self.sets = open_sets(recipe, world)
         identity = check_data(self.sets, recipe.run.seed, world)
-        recipe, chosen = settle(recipe, len(self.sets.train))
+        recipe, chosen = choose_defaults(recipe, len(self.sets.train))
         self.recipe = recipe.check()
         self.plan = make_plan(recipe, len(self.sets.train))
         self.strategy = create_strategy(recipe, world)
