@@ -6,9 +6,9 @@ in tensors that are only written in place: checkpoints are read into them, and a
 until the optimizer has created its own. Numbers that it counts on the host are kept in tensors, too.
 
 Promises: a resumed run has the bits of an uninterrupted one; a step with non-finite gradients changes nothing.
-Rejects what a checkpoint could not hold: what the trial steps change outside `optimizer.state` and the numbers of the
-parameter groups, or state that appears later. The learning rate is a number: only torch's own optimizers read tensors, and not all of
-them.
+Rejects what a checkpoint could not hold: what the trial steps change outside `optimizer.state` and the numbers of
+the parameter groups, or state that appears later. The learning rate is a number: only torch's own optimizers read
+tensors, and not all of them.
 """
 
 from __future__ import annotations
