@@ -92,6 +92,40 @@ class Remembering(Weighted):
         return super().forward(logits, labels)
 
 
+class Calls:
+    """A number of calls, and losses that do not depend on it at first."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.seen["calls"] = self.seen.get("calls", 0) + 1
+        return focal(logits, labels)
+
+
+_CALLS: list[int] = []
+
+
+def weaker(logits: Tensor, labels: Tensor) -> Tensor:
+    _CALLS.append(1)
+    return focal(logits, labels) / len(_CALLS)
+
+
+class Caching:
+    """Keeps a table that every call computes alike, and draws random numbers."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Tensor] = {}
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        table = self.tables.setdefault(logits.shape[1], torch.ones(logits.shape[1]))
+        return focal(logits * table, labels) * torch.rand(len(labels))
+
+
+def of_products(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits @ torch.eye(logits.shape[1]), labels, reduction="none")
+
+
 def averaged(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels)
 
@@ -135,6 +169,51 @@ class Hidden(Counting):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.calls += 1
         super().step()
+
+
+class Slow(Counting):
+    """Momentum in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.slow: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.slow.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(group["lr"] * self.slow[p])
+
+
+class Tallied(Counting):
+    """A number in a table of its group."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.param_groups[0]["tally"] = {"n": 0}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["tally"]["n"] += 1
+        super().step()
+
+
+class Common(Counting):
+    """State under a name."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        common: Any = self.state["common"]  # type: ignore[index]
+        common["n"] = common.get("n", 0) + 1
+
+
+class Referring(Counting):
+    """Refers to its parameters, groups and methods, and keeps nothing else."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.own = [p for group in self.param_groups for p in group["params"]]
+        self.groups, self.kept, self.work = self.param_groups, self.state, self.step
 
 
 class Ahead(Counting):

@@ -1,4 +1,4 @@
-"""`--repeat`: one run for each seed, continued by the same command, with the mean and the spread at the end."""
+"""`--repeat`: one run for each seed, continued by the same command; at the end, mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_run_that_fails_or_is_stopped_ends_the_command(
         {"finished": False, "stopped_by": "SIGTERM"},
     ]
 
-    def end(recipe: Recipe, job: str) -> dict[str, Any]:
+    def end(recipe: Recipe, job: str, **given: object) -> dict[str, Any]:
         ended = ends.pop(0)
         if isinstance(ended, UserError):
             raise ended

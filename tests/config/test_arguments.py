@@ -389,7 +389,7 @@ def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -
     assert given("finetune=w.pth", "finetune=v.pth")[0] == "v.pth"
     with pytest.raises(UserError, match=r"^--finetune: needs a value"):
         given("--finetune", "--data.batch", "4")
-    with pytest.raises(UserError, match="-b: names no weights"):
+    with pytest.raises(UserError, match="-b: has no weights"):
         given("--finetune", "-b", "data.batch=4")
     named = read_recipe(["--run.name", "finetune=x"], "train", RecipeOptions).recipe
     assert (named.run.name, named.model.weights) == ("finetune=x", "")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.core import arithmetic
 from drumline.core.arithmetic import leave_no_trace, threads_per_process, undone_if
 from drumline.core.machine import usable_cores
 
@@ -48,9 +49,18 @@ def test_nothing_that_happens_inside_leaves_a_trace() -> None:
     assert random.getstate() == generators[1]
 
 
+@pytest.mark.parametrize("chunk", [8, 40, 1 << 26])
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_changes_are_undone_if_something_was_found_whatever_the_memory_layout(found: float) -> None:
-    tensors = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(()), torch.randn(7)]
+def test_changes_are_undone_if_something_was_found_whatever_the_memory_layout(
+    found: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "CHUNK_BYTES", chunk)
+    tensors = [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(()),
+        torch.randn(7),
+        torch.zeros(0),
+    ]
     before = [tensor.clone() for tensor in tensors]
     with undone_if(torch.tensor(found), tensors):
         for tensor in tensors:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.launch.start import start
 from tests.launch.job import wait_for
+from tests.training.test_model import RECORD, weights
 
 SMALL = {
     "data.source": "digits",
@@ -55,6 +57,16 @@ def python(program: str, folder: Path, *, seconds: float = 120) -> subprocess.Co
         timeout=seconds,
         cwd=folder,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_decide_what_a_recipe_object_leaves_at_its_default(tmp_path: Path, processes: int) -> None:
+    given = weights(tmp_path, replace(RECORD, size=8, mean=(0.5,) * 3, std=(0.5,) * 3))
+    more = {"model__weights": given, "train__steps": 1}
+    result = start(small(tmp_path, parallel__processes=processes, **more))
+    data = tomllib.loads((Path(result["run"]) / "recipe.toml").read_text())["data"]
+    assert (data["eval_crop"], data["interpolation"], data["size"]) == (0.9, "bicubic", 8)
 
 
 @pytest.mark.slow

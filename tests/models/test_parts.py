@@ -10,7 +10,7 @@ from torch import nn
 
 from drumline.core.errors import UserError
 from drumline.models import create_model
-from drumline.models.parts import find_frozen, freeze, head_name, hold_in_eval, rate_factors
+from drumline.models.parts import find_frozen, freeze, freeze_layer, head_name, rate_factors
 from drumline.parallel.norm import WorldNorm
 from tests.training.frozen_ranks import Net
 
@@ -76,9 +76,9 @@ def test_an_unknown_module_is_an_error_with_the_nearest_names() -> None:
     assert "its modules are conv1, bn1, layer1, layer2, layer3, layer4, fc" in caught.value.fix
 
 
-def test_a_held_layer_stays_in_evaluation_mode_in_copies_and_as_a_synchronised_norm() -> None:
+def test_a_frozen_layer_stays_in_evaluation_mode_in_copies_and_as_a_synchronised_norm() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout())
-    hold_in_eval(model[0])
+    freeze_layer(model[0])
     copied = copy.deepcopy(model)
     converted = WorldNorm.of(model[0], torch.Tensor.clone)
     for each in (model, copied, converted):
@@ -87,8 +87,19 @@ def test_a_held_layer_stays_in_evaluation_mode_in_copies_and_as_a_synchronised_n
     assert model[1].training
     assert not copied[0].training
     assert not converted.training
-    hold_in_eval(copied[0])
+    freeze_layer(copied[0])
     assert copied[0].train.args[0] is copied[0]  # type: ignore[union-attr]
+
+
+def test_what_is_inside_a_frozen_layer_still_changes_its_mode() -> None:
+    """Dropout inside a layer with statistics of its own: on in training, off in evaluation."""
+    layer = nn.Sequential(nn.Dropout())
+    layer.register_buffer("mean", torch.zeros(2))
+    freeze(model := nn.Sequential(layer, nn.Linear(2, 2)), ["0"])
+    model.train()
+    assert (layer.training, layer[0].training) == (False, True)
+    model.eval()
+    assert not layer[0].training
 
 
 def test_layer_decay_counts_blocks_from_the_classifier() -> None:

@@ -13,7 +13,7 @@ import pytest
 from drumline.cli import main
 from drumline.cli.runs import repeat_lines, table
 from drumline.core import lock
-from drumline.observe.runs import RunSummary, differences, find_runs, repeats, spread, summarize
+from drumline.observe.runs import RunSummary, differences, find_runs, repeats, statistics_of, summarize
 
 DIGITS = (
     "run.device=cpu",
@@ -73,6 +73,9 @@ def test_the_best_evaluation_is_the_one_that_the_run_found_best(tmp_path: Path) 
     assert "  loss 1.2500 at 2  " in table([found], [{}], 1000)[1]
     found = summarize(run_folder(tmp_path / "b", START, text))
     assert (found.best_metric, found.best_value, found.best_epoch) == ("top1", 0.4, 2.0)
+    by_loss = text.replace('"best": ', '"best_metric": "loss", "best": ')
+    found = summarize(run_folder(tmp_path / "d", START, by_loss))
+    assert (found.best_metric, found.best_value, found.best_epoch) == ("top1", None, None), "resumed since"
     never = text.replace("true", "false")
     assert summarize(run_folder(tmp_path / "c", START, never)).best_value is None
 
@@ -100,7 +103,7 @@ def test_finished_runs_that_differ_only_in_their_seed_are_grouped() -> None:
     assert repeats(folds) == []
     assert repeats(folds, "data.fold") == [folds]
     assert "fold0 and 2 more that differ in data.fold" in repeat_lines(folds, "data.fold")[1]
-    assert spread([0.5, None]) is None, "nothing is said about runs of which some have no score"
+    assert statistics_of([0.5, None]) is None, "nothing is said about runs of which some have no score"
 
 
 def test_the_pause_before_a_resume_is_no_running_time(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.runs.command import completed, drumline, environment, metrics, result, sha256, train
+from tests.runs.command import TINY, completed, drumline, environment, metrics, result, sha256, train
+from tests.training.test_model import RECORD, weights
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +40,23 @@ def test_one_process_learns_the_digits_to_97_percent(trained: Path) -> None:
     score = metrics(trained, "learnt", "eval")[-1]
     assert score["samples"] == 359
     assert score["top1"] >= 0.97
+
+
+@pytest.mark.parametrize("more", [(), ("parallel.processes=2",), ("--repeat", "2")], ids=str)
+def test_a_default_that_a_command_or_a_file_sets_is_not_replaced_by_the_weights_own(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    given = weights(tmp_path, replace(RECORD, size=8, mean=(0.5,) * 3, std=(0.5,) * 3))
+    (tmp_path / "mine.toml").write_text('[data]\nresize = "pillow12"\n')
+    words = ("train", "mine.toml", f"finetune={given}", "data.eval_crop=0.875", "run.name=a", *TINY[:2])
+    found = result(drumline(*words, "train.steps=1", *more, folder=tmp_path))
+    name = found["runs"][1]["run"] if "--repeat" in more else found["run"]
+    for again in (False, True):
+        if again:
+            result(drumline("resume", name, folder=tmp_path))
+        data = tomllib.loads((tmp_path / name / "recipe.toml").read_text())["data"]
+        kept = {key: data[key] for key in ("eval_crop", "resize", "interpolation", "size")}
+        assert kept == {"eval_crop": 0.875, "resize": "pillow12", "interpolation": "bicubic", "size": 8}
 
 
 def test_two_processes_learn_the_digits_to_97_percent(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ LAYOUTS = {
     "strict": ("run.strict=true", "run.shards=4", "train.sync_bn=true"),
     "fsdp": ("parallel.layout=fsdp", "checkpoint.sharded=true"),
     "pipeline": ("parallel.layout=pipeline", "parallel.split=even", "parallel.micro_batches=2"),
+    "own-optimizer-in-pipeline": (
+        "parallel.layout=pipeline",
+        "parallel.split=even",
+        "parallel.micro_batches=2",
+        "optim.name=torch.optim:Adam",
+        "optim.lr=0.001",
+    ),
     "data-x-pipeline": (
         "parallel.layout=pipeline",
         "parallel.stages=1",

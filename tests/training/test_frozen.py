@@ -3,6 +3,7 @@ or on the number of processes."""
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.parallel.world import single_process
+from drumline.training import loop
 from drumline.training.loop import train
+from drumline.training.run import Run
 from tests.launch.ranks import one_thread
 from tests.training import frozen_ranks
 from tests.training.frozen_ranks import IN_ONE, LAYOUTS, STEPS, UNFROZEN
@@ -90,6 +93,26 @@ def test_steps_after_the_change_are_part_of_one_log(found: Any, tmp_path: Path) 
     assert "left no closing line" not in log
     lines = (folder / "one/metrics.jsonl").read_text().splitlines()
     assert [f'"step": {step}' in "".join(lines) for step in range(1, STEPS + 1)] == [True] * STEPS
+
+
+def test_the_run_before_the_change_is_gone_when_it_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise model, optimizer and graph would be in memory twice."""
+    opened: list[weakref.ref[Any]] = []
+
+    class Watched(Run):
+        def __init__(self, *given: Any) -> None:
+            assert not any(earlier() for earlier in opened)
+            super().__init__(*given)
+            opened.extend(
+                [weakref.ref(self), weakref.ref(self.state.module), weakref.ref(self.state.optimizer)]
+            )
+
+    monkeypatch.setattr(loop, "Run", Watched)
+    words = (*frozen_ranks.WORDS, f"run.dir={tmp_path}", "run.name=one")
+    assert train(Recipe.from_args(words), single_process(torch.device("cpu"))).finished
+    assert len(opened) == 6
 
 
 def test_a_run_that_is_resumed_with_other_frozen_modules_starts_their_optimizer_state_at_zero(

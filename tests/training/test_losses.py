@@ -71,9 +71,25 @@ def test_a_module_that_remembers_is_rejected() -> None:
         objective.check()
 
 
+def test_an_own_loss_runs_outside_any_autocast() -> None:
+    loss, logits, labels = (
+        OwnLoss("tests.own_code:of_products", 4, CPU),
+        torch.randn(6, 4),
+        torch.arange(6) % 4,
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss(logits, labels), F.cross_entropy(logits, labels, reduction="none"))
+
+
+def test_a_loss_may_draw_random_numbers_and_keep_what_each_call_computes_alike() -> None:
+    OwnLoss("tests.own_code:Caching", 4, CPU)
+
+
 @pytest.mark.parametrize(
     ("name", "words", "fix"),
     [
+        ("Calls", "keeps a state between its calls", "from logits and labels alone"),
+        ("weaker", "keeps a state between its calls", "from logits and labels alone"),
         ("averaged", r"returned a tensor of shape \(\) for 3 samples", "reduction='none'"),
         ("detached", "do not depend on the logits", "without .detach()"),
         ("of_three", r"cannot be called as \(logits, labels\)", "the first two parameters"),

@@ -16,6 +16,7 @@ from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
+from drumline.training import model as model_module
 from drumline.training.model import initial_model, resolve_model
 
 CLASSES = Classes(("a", "b", "c"), True)
@@ -58,6 +59,18 @@ def test_what_the_recipe_says_itself_stays(tmp_path: Path) -> None:
     assert found["data.interpolation"] == "bicubic"
 
 
+def test_what_a_command_sets_stays_even_if_it_is_the_default(tmp_path: Path) -> None:
+    recipe = Recipe(model=Model(weights=weights(tmp_path)))
+    found = resolve_model(recipe, given=("data.eval_crop", "data.size", "data.exif"))
+    assert {"data.eval_crop", "data.exif"}.isdisjoint(found)
+    assert found["data.size"] == 24, "auto leaves it to the weights"
+
+
+def test_a_mean_belongs_to_its_standard_deviation(tmp_path: Path) -> None:
+    for ours in ({"mean": (0.5,)}, {"std": (0.5,)}):
+        assert {"data.mean", "data.std"}.isdisjoint(resolved(weights(tmp_path), **ours))
+
+
 def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
     path = weights(tmp_path)
     found = {name.partition(".")[2]: value for name, value in resolved(path).items()}
@@ -92,6 +105,19 @@ def test_published_weights_decide_them_too() -> None:
     found = resolved("torchvision:resnet50")
     assert (found["model.name"], found["data.size"]) == ("resnet50", 224)
     assert found["data.eval_crop"] == 224 / 232
+
+
+def test_a_published_file_is_found_once_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find it is to hash it."""
+    found: list[str] = []
+
+    def resolve(path: str, fields: object) -> Path:
+        found.append(path)
+        return Path("cached.pth")
+
+    monkeypatch.setattr(model_module, "resolve_weights", resolve)
+    shared = model_module.shared_weights("torchvision:resnet50", single_process(torch.device("cpu")))
+    assert (shared, found) == (Path("cached.pth"), ["torchvision:resnet50"])
 
 
 def test_other_images_than_the_weights_own_are_a_warning(tmp_path: Path) -> None:

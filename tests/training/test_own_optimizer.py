@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drumline.config.learning import Optim
 from drumline.core.errors import UserError
 from drumline.training.optim import build_optimizer, set_rate
-from drumline.training.own_optimizer import OwnOptimizer
+from drumline.training.own_optimizer import OwnOptimizer, by_kind
 from tests import own_code
 from tests.training.test_optim import RATES, give, gradients, model
 
@@ -19,6 +19,7 @@ OPTIMIZERS = [
     *(f"torch.optim:{name}" for name in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam")),
     *(f"torch.optim:{name}" for name in ("RAdam", "RMSprop", "Rprop", "SGD")),
     "tests.own_code:Counting",
+    "tests.own_code:Referring",
 ]
 ARGUMENTS = {"RMSprop": ("momentum:0.9", "centered:true"), "Adagrad": ("initial_accumulator_value:0.1",)}
 STEPS = len(RATES)
@@ -129,6 +130,26 @@ def test_a_step_with_infinite_gradients_changes_nothing(name: str) -> None:
     assert not equal(before, [*weights(module), *state(ours)])
 
 
+@pytest.mark.parametrize("name", ["torch.optim:NAdam", "torch.optim:Adam", "tests.own_code:Counting"])
+def test_a_gpu_undoes_a_skipped_step_without_waiting_and_has_the_bits_of_a_cpu(name: str) -> None:
+    ones, others = model(), model()
+    waiting, late = built(settings(name), ones), built(settings(name), others)
+    # As if on a GPU: all but the counters, which are on the host.
+    tensors = [*others.parameters(), *state(late)]
+    late._on_devices = by_kind([each for each in tensors if each.ndim])
+    late._on_host = by_kind([each for each in tensors if not each.ndim])
+    for optimizer in (waiting, late):
+        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    for step, skipped in enumerate([1, 0, 0, 1, 1, 0, 1, 0]):
+        for optimizer, module in ((waiting, ones), (late, others)):
+            optimizer.found_inf.fill_(skipped)  # type: ignore[attr-defined]
+            take(optimizer, module, step % STEPS)
+        if step > 3:
+            late.undo_skipped()  # as a checkpoint does; else the next step does it
+            assert equal(state(waiting), state(late)), step
+        assert equal(weights(ones), weights(others)), step
+
+
 def test_scaled_gradients_are_unscaled() -> None:
     ones, others = model(), model()
     plain, scaled = (built(settings("torch.optim:NAdam"), each) for each in (ones, others))
@@ -144,6 +165,9 @@ def test_scaled_gradients_are_unscaled() -> None:
     ("name", "words", "fix"),
     [
         ("tests.own_code:Hidden", "keeps calls in its attributes", "optimizer.state[parameter]"),
+        ("tests.own_code:Slow", "keeps slow in its attributes", "optimizer.state[parameter]"),
+        ("tests.own_code:Tallied", "keeps tally in its parameter groups", "optimizer.state[parameter]"),
+        ("tests.own_code:Common", "keeps state that belongs to no parameter", "optimizer.state[parameter]"),
         ("tests.own_code:Listing", "keeps history, a list,", "optimizer.state[parameter]"),
         (
             "tests.own_code:Ahead",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import itertools
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -33,7 +35,10 @@ from drumline.training import rehearse
 from drumline.training.loop import train
 from drumline.training.output import RunOutput, TrainResult
 from drumline.training.rehearse import _check_draws
+from drumline.training.run import Run as TrainingRun
 from drumline.training.step import NotCapturable, TrainStep
+from drumline.training.task import Classification
+from tests import own_code
 from tests.training import tiny
 
 CPU = torch.device("cpu")
@@ -51,6 +56,26 @@ def test_draws_without_a_seed_in_any_stage_are_logged_on_rank_0() -> None:
     assert "which no seed of the run reaches" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("loss", "plain"), [("cross_entropy", True), ("bce", False), ("tests.own_code:focal", False)]
+)
+def test_only_of_a_plain_cross_entropy_it_is_known_what_a_guess_costs(loss: str, plain: bool) -> None:
+    sets = SimpleNamespace(
+        eval=SimpleNamespace(labels=np.array([0, 0, 1])), train=SimpleNamespace(classes=("a", "b"))
+    )
+    plan = SimpleNamespace(total=9, per_epoch=3)
+    for objective, known in ((Classification(classes=2), plain), (object(), False)):
+        opened: Any = SimpleNamespace(
+            sets=sets,
+            plan=plan,
+            task=SimpleNamespace(objective=objective),
+            recipe=Recipe(train=Train(loss=loss)),
+        )
+        trend = TrainingRun._trend(opened)
+        assert trend.is_cross_entropy == known
+        assert trend.guess == pytest.approx(2 / 3)
+
+
 def recipe(
     folder: Path, resume: str = "never", steps: int = 6, seed: int = 0, model: str = "resnet8"
 ) -> Recipe:
@@ -65,6 +90,26 @@ def recipe(
 
 def run(folder: Path, **settings: Any) -> TrainResult:
     return train(recipe(folder, **settings), single_process(CPU))
+
+
+@pytest.mark.slow
+def test_each_run_of_a_process_has_an_augmentation_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the second of two runs of `--repeat` would begin with what the first has left in it."""
+    made: list[weakref.ref[Any]] = []
+
+    class Watched(own_code.Shade):
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(own_code, "Shade", Watched)
+    for name in ("one", "two"):
+        wanted = recipe(tmp_path, steps=1)
+        wanted = replace(wanted, run=replace(wanted.run, name=name))
+        train(replace(wanted, data=Data(batch=16, transform="tests.own_code:Shade")), single_process(CPU))
+    gc.collect()
+    assert [each() for each in made] == [None, None]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -147,6 +192,28 @@ def test_a_checkpoint_of_other_steps_is_rejected_before_a_tensor_is_written(
     wanted = replace(recipe(tmp_path, resume="auto", steps=steps), data=data)
     with pytest.raises(UserError, match=message):
         train(wanted, single_process(CPU))
+
+
+@pytest.mark.slow
+def test_the_best_evaluation_is_forgotten_if_the_evaluation_set_changes(tmp_path: Path) -> None:
+    """Scores on different sets cannot be compared."""
+    for number in range(24):
+        path = tmp_path / f"data/{'abc'[number % 3]}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)).save(path)
+    data = Data(path=str(tmp_path / "data"), size=8, batch=8, workers=0, folds=3)
+
+    def ended(fold: int, steps: int) -> tuple[TrainResult, str]:
+        made = recipe(tmp_path, resume="auto" if steps > 2 else "never", steps=steps)
+        found = train(replace(made, data=replace(data, fold=fold)), single_process(CPU))
+        return found, (tmp_path / "one/log.txt").read_text()
+
+    ended(fold=0, steps=2)
+    assert "do not count" not in ended(fold=0, steps=4)[1]
+    found, log = ended(fold=1, steps=6)
+    assert "the evaluation set has changed since step-4" in log
+    assert "the evaluations so far do not count as best" in log
+    assert found.best_epoch == 3, "the first evaluation on the new set"
 
 
 def _fail(*_: object, **__: object) -> None:

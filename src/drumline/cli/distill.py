@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{argv[0]} trains one network", f"use drumline train {argv[0]}")
     argv = with_preset(argv)
     invocation = read_recipe(argv, "distill", Options)
-    runs = recipes(invocation.recipe, invocation.options.repeat)
+    runs = recipes(invocation.recipe, invocation.options.repeat, invocation.origins)
     if invocation.options.dry_run:
         return dry_run(invocation, runs, "distill")
 
@@ -64,4 +64,4 @@ def main(argv: list[str]) -> int:
 
     select_methods(invocation.recipe.distill)
     check_teachers(invocation.recipe.distill)
-    return run(["distill", *argv], runs, "distill")
+    return run(["distill", *argv], runs, "distill", invocation.origins)

@@ -50,7 +50,7 @@ def _resolved(invocation: Invocation[RecipeOptions], command: str) -> Invocation
     from drumline.training.model import resolve_model
 
     recipe = invocation.recipe
-    decided = resolve_model(recipe, images=command != "eval")
+    decided = resolve_model(recipe, images=command != "eval", given=invocation.origins)
     origin = f"from {recipe.model.weights}" if recipe.model.weights else "the default model"
     origins = {**invocation.origins, **dict.fromkeys(decided, origin)}
     return replace(invocation, recipe=with_values(recipe, decided), origins=origins)
@@ -97,7 +97,7 @@ class _DryRun:
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
         from drumline.parallel.strategy import strategy_class
-        from drumline.training.defaults import settle
+        from drumline.training.defaults import choose_defaults
         from drumline.training.schedule import make_plan
         from drumline.training.sets import open_sets
 
@@ -112,7 +112,7 @@ class _DryRun:
         classes = counted(len(sets.train.classes), "class", "classes")
         if self._to_score:
             return [f"{name}, {counted(len(sets.eval), 'image')} to score, {classes}"]
-        self.recipe, chosen = settle(given, len(sets.train))
+        self.recipe, chosen = choose_defaults(given, len(sets.train))
         for field in recipe_fields():
             if value_of(self.recipe, field) != value_of(given, field):
                 self.origins[field] = f"chosen for {counted(len(sets.train), 'sample')}"
@@ -184,7 +184,7 @@ class _DryRun:
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
         from drumline.training.model import FIELDS, build_model, initial_model
-        from drumline.training.state import describe_trained, hold_back
+        from drumline.training.state import describe_trained, freeze_and_rates
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
         if weights:
@@ -199,8 +199,8 @@ class _DryRun:
             with torch.device("meta"):
                 module = build_model(self.recipe, count)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        held = hold_back(module, module, self.recipe.optim, self.recipe.train.freeze)
-        trained = describe_trained(module, self.recipe, self._plan, *held) if self._plan else []
+        frozen = freeze_and_rates(module, module, self.recipe.optim, self.recipe.train.freeze)
+        trained = describe_trained(module, self.recipe, self._plan, *frozen) if self._plan else []
         return [f"model: {name}, {parameters:,} parameters", *messages, *trained]
 
     def scored(self) -> list[str]:

@@ -11,14 +11,14 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drumline.config.arguments import Invocation, RecipeOptions
-from drumline.config.fields import with_values
+from drumline.config.fields import recipe_fields, with_values
 from drumline.config.limits import Range
 from drumline.config.recipe import Recipe
 from drumline.config.toml import dump_recipe
@@ -43,8 +43,8 @@ class RepeatOptions(RecipeOptions):
     deviation of their results. Repeat the command to continue after an interruption."""
 
 
-def recipes(recipe: Recipe, count: int) -> list[Recipe]:
-    """The recipe of each run. Rejects recipes that cannot be repeated."""
+def recipes(recipe: Recipe, count: int, given: Collection[str] = ()) -> list[Recipe]:
+    """The recipe of each run. Rejects recipes that cannot be repeated. `given`: the fields that the user has set."""
     if count == 1:
         return [recipe]
     run, parallel = recipe.run, recipe.parallel
@@ -61,7 +61,7 @@ def recipes(recipe: Recipe, count: int) -> list[Recipe]:
         )
     from drumline.training.model import resolve_model
 
-    recipe = with_values(recipe, resolve_model(recipe))
+    recipe = with_values(recipe, resolve_model(recipe, given=given))
     name = run.name
     if name == "auto":
         from drumline.data.sources import detect_source
@@ -106,7 +106,8 @@ def repeat(runs: Sequence[Recipe], job: str) -> int:
         say(what)
         try:
             resume = "auto" if folder.exists() else "never"
-            result = start(replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume)), job)
+            recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume))
+            result = start(recipe, job, given=recipe_fields())  # `recipes` has resolved it
         except BaseException:
             _report(folders[: number - 1])
             say(f"seed {recipe.run.seed} did not finish; repeat the command to continue with it")
@@ -156,12 +157,12 @@ def _report(folders: Sequence[Path]) -> None:
 
 
 def _result(folders: Sequence[Path], finished: bool) -> dict[str, Any]:
-    from drumline.observe.runs import spread, summarize
+    from drumline.observe.runs import statistics_of, summarize
 
     runs = [summarize(folder) for folder in folders]
     ended = [run for run in runs if run.state == "finished"]
     figures = {
-        name: asdict(found) if (found := spread([getattr(run, name) for run in ended])) else None
+        name: asdict(found) if (found := statistics_of([getattr(run, name) for run in ended])) else None
         for name in ("top1", "loss", "best_value")
     }
     return {

@@ -16,7 +16,7 @@ from drumline.config.fields import recipe_fields
 from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
 from drumline.core.text import duration, loss_text, print_result, printable
-from drumline.observe.runs import RunSummary, differences, find_runs, repeats, spread
+from drumline.observe.runs import RunSummary, differences, find_runs, repeats, statistics_of
 from drumline.training.metrics import METRICS
 
 
@@ -101,7 +101,7 @@ def repeat_lines(runs: Sequence[RunSummary], field: str = "run.seed") -> list[st
         ("top-1 at the end", [run.top1 for run in ended], "{:.2%}".format),
         (f"best {_LABELS.get(metric, metric)}", [run.best_value for run in ended], _text_of(metric)),
     ):
-        if found := spread(values):
+        if found := statistics_of(values):
             lines.append(
                 f"{what} {text(found.mean)} ± {text(found.std)} ({text(found.min)} to {text(found.max)})"
             )

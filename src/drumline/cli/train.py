@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from drumline.cli.help import Command
 from drumline.cli.repeat import RepeatOptions, dry_run, recipes, repeat
@@ -54,10 +54,10 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "train has no teacher, but fields of [distill] are set", "use drumline distill, or remove them"
         )
-    runs = recipes(invocation.recipe, invocation.options.repeat)
+    runs = recipes(invocation.recipe, invocation.options.repeat, invocation.origins)
     if invocation.options.dry_run:
         return dry_run(invocation, runs, "train")
-    return run(["train", *argv], runs, "train")
+    return run(["train", *argv], runs, "train", invocation.origins)
 
 
 def with_preset(argv: list[str]) -> list[str]:
@@ -72,8 +72,9 @@ def with_preset(argv: list[str]) -> list[str]:
     return [*preset, *argv[1:]]
 
 
-def run(argv: list[str], runs: Sequence[Recipe], job: str) -> int:
-    """Trains a recipe, or several one after the other; returns the exit code. `argv` is the command line."""
+def run(argv: list[str], runs: Sequence[Recipe], job: str, given: Collection[str]) -> int:
+    """Trains a recipe, or several one after the other; returns the exit code. `argv` is the command line, `given` are
+    the fields that the user has set."""
     model = runs[0].model
     announce(argv[0], model.weights if model.name == "auto" else model.name)
     if len(runs) > 1:
@@ -81,7 +82,7 @@ def run(argv: list[str], runs: Sequence[Recipe], job: str) -> int:
 
     from drumline.launch.start import run
 
-    return run(argv, runs[0], job)
+    return run(argv, runs[0], job, given=given)
 
 
 def announce(command: str, subject: str) -> None:

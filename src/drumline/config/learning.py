@@ -27,13 +27,13 @@ CHANNELS = Length((1, 3), "one for grey images, three for colour")
 PIXELS = "pixel values are between 0 and 1 here, so divide by 255 if necessary"
 if TYPE_CHECKING:
     PrecisionName = str
-    SettledInt = int
-    SettledFloat = float
+    ResolvedInt = int
+    ResolvedFloat = float
 else:
     PrecisionName = Literal["auto", *PRECISIONS]
     # `training/defaults.py` replaces `auto` once the data is open. Later code sees a number.
-    SettledInt = AutoInt
-    SettledFloat = AutoFloat
+    ResolvedInt = AutoInt
+    ResolvedFloat = AutoFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Data:
     """File with the labels of the images: .csv, .tsv or .parquet with the columns `path`, `label` and, unless
     `holdout` or `folds` divides the data, `split` (train, val or test). Its paths are relative to `data.path`, or to
     the file's own folder if `data.path` is empty. Empty: folder names are the labels."""
-    batch: Annotated[SettledInt, Range(1, example=64)] = AUTO
+    batch: Annotated[ResolvedInt, Range(1, example=64)] = AUTO
     """Global batch: samples per optimizer step, over all processes and accumulation steps together. `auto`: 16 to
     128, depending on the number of training samples, for at least about 20 steps per epoch."""
     size: Annotated[AutoInt, Range(1)] = "auto"
@@ -170,7 +170,7 @@ class Optim:
     args: Annotated[tuple[str, ...], OPTIMIZER_ARGUMENTS] = ()
     """Arguments of your own optimizer, such as `momentum_decay:0.004,decoupled_weight_decay:true`."""
     # Above 3e38 the rate does not fit into a float32 tensor.
-    lr: Annotated[SettledFloat, Range(0, 1e6, example=0.1)] = AUTO
+    lr: Annotated[ResolvedFloat, Range(0, 1e6, example=0.1)] = AUTO
     """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`. `auto`: depends on optimizer and batch,
     for sgd 0.1 at a batch of 128; a tenth of that if the run starts from `model.weights`. Your own optimizer needs a
     number."""
@@ -203,7 +203,7 @@ class Optim:
     """Maximum norm of all gradients together; larger ones are scaled down. 0: off."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_epochs: Annotated[SettledFloat, Range(0, example=2.0)] = AUTO
+    warmup_epochs: Annotated[ResolvedFloat, Range(0, example=2.0)] = AUTO
     """Epochs of linear warm-up from near zero. `auto`: a twentieth of the run."""
     milestones: Annotated[tuple[float, ...], Range(above=0)] = ()
     """Epochs at which schedule `step` multiplies the rate by `gamma`. Empty: at 1/2 and 3/4 of the run."""
@@ -217,7 +217,7 @@ class Optim:
 class Train:
     """How long to train, and in which arithmetic."""
 
-    epochs: Annotated[SettledFloat, Range(0, example=10.0)] = AUTO
+    epochs: Annotated[ResolvedFloat, Range(0, example=10.0)] = AUTO
     """Passes over the training data. Ignored if `steps` is set. `auto`: 30 to 80 from scratch, 5 to 20 if the run
     starts from `model.weights`; more for fewer training samples."""
     steps: Annotated[int, Range(0)] = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -78,13 +78,14 @@ def load_recipe(path: str | Path, base: Recipe = _DEFAULTS) -> LoadedRecipe:
     return LoadedRecipe(with_values(base, values), MappingProxyType({name: origins[name] for name in values}))
 
 
-def dump_recipe(recipe: Recipe, remarks: Mapping[str, str] = _NO_REMARKS) -> str:
-    """The whole recipe as TOML, fields in order. A remark, by field name, follows its field as a comment."""
+def dump_recipe(recipe: Recipe, remarks: Mapping[str, str] = _NO_REMARKS, omit: Collection[str] = ()) -> str:
+    """The whole recipe as TOML, fields in order, without those to `omit`. A remark, by field name, follows its field
+    as a comment."""
     blocks = []
     for section in sections():
         lines = [f"[{section}]"]
         for field in recipe_fields().values():
-            if field.section == section:
+            if field.section == section and field.name not in omit:
                 line = f"{field.key} = {literal(_checked(recipe, field))}"
                 remark = f"  # {printable(remarks[field.name])}" if field.name in remarks else ""
                 lines.append(line + remark)

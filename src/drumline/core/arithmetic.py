@@ -64,12 +64,34 @@ def leave_no_trace(
 @contextmanager
 def undone_if(found: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Restores dense tensors of one type and device on exit if `found` is above 0, without waiting for the device.
-    Copies them into one tensor, because a kernel for each would take longer than a step."""
-    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
-    before = torch.cat(flat)
+    Copies them in chunks: a kernel for each tensor would take longer than a step, and one copy of all more memory."""
+    chunks = _chunks(tensors)
+    saved = [torch.cat(chunk) for chunk in chunks]
     yield
-    after = torch.where(found.to(before.device) > 0, before, torch.cat(flat))
-    torch._foreach_copy_(flat, list(after.split([tensor.numel() for tensor in flat])))
+    for chunk, before in zip(chunks, saved, strict=True):
+        after = torch.where(found.to(before.device) > 0, before, torch.cat(chunk))
+        torch._foreach_copy_(chunk, list(after.split([piece.numel() for piece in chunk])))
+
+
+CHUNK_BYTES = 1 << 26
+
+
+def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Pieces of the values of these tensors, in lists of at most `CHUNK_BYTES`."""
+    chunks, size = list[list[Tensor]](), 0
+    for values in map(flat, tensors):
+        for piece in values.split(max(1, CHUNK_BYTES // values.element_size())):
+            if not chunks or size + piece.nbytes > CHUNK_BYTES:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(piece)
+            size += piece.nbytes
+    return chunks
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The values of a dense tensor, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def set_deterministic(deterministic: bool) -> None:

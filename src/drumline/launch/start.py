@@ -16,12 +16,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from drumline.config.fields import recipe_fields, value_of
 from drumline.config.layouts import layout_named, uses_stages
 from drumline.config.recipe import Recipe
 from drumline.config.rendezvous import parse_rendezvous, variables_missing
@@ -38,9 +39,15 @@ from drumline.observe.text_log import say
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def run(argv: Sequence[str], recipe: Recipe, job: str, options: Mapping[str, Any] = NO_OPTIONS) -> int:
+def run(
+    argv: Sequence[str],
+    recipe: Recipe,
+    job: str,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    given: Collection[str] = (),
+) -> int:
     """Runs a job and returns the exit code. `argv` is the command line that does the same in a different process;
-    `options` are those of the job, by name."""
+    `options` are those of the job, by name; `given` are the fields that the user has set."""
     with without_garbage_collection():
         info, processes = resolve_processes(recipe)
     if processes:
@@ -48,7 +55,7 @@ def run(argv: Sequence[str], recipe: Recipe, job: str, options: Mapping[str, Any
     with without_garbage_collection():
         from drumline.launch.worker import work
 
-    return work(info, recipe, job, options)
+    return work(info, recipe, job, options, given)
 
 
 @contextmanager
@@ -66,8 +73,14 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def start(recipe: Recipe, job: str = "train", options: Mapping[str, Any] = NO_OPTIONS) -> dict[str, Any]:
+def start(
+    recipe: Recipe,
+    job: str = "train",
+    options: Mapping[str, Any] = NO_OPTIONS,
+    given: Collection[str] = (),
+) -> dict[str, Any]:
     """Runs a recipe and returns the final metrics. `job` is "train", "distill" or "eval", with options of its own.
+    `given` are the fields that the user has set, also those that have their defaults.
 
     `finished` is False in the result if a signal stopped the run (Ctrl-C, or the interrupt button of a notebook): it
     has saved and can be resumed. Raises `UserError` for a mistake, `RuntimeError` with the traceback of the worker
@@ -76,13 +89,13 @@ def start(recipe: Recipe, job: str = "train", options: Mapping[str, Any] = NO_OP
     check(recipe)
     info, processes = resolve_processes(recipe)
     if processes:
-        return _launch(recipe, job, processes, options)
+        return _launch(recipe, job, processes, options, given)
 
     from drumline.launch.worker import call, connect, explained
 
     world = connect(info, recipe)
     try:
-        result: dict[str, Any] = json.loads(json_line(call(job, recipe, world, options).as_dict()))
+        result: dict[str, Any] = json.loads(json_line(call(job, recipe, world, options, given).as_dict()))
         return result
     except Exception as error:
         if (clearer := explained(error)) is error:
@@ -168,12 +181,19 @@ def cuda_settings(recipe: Recipe) -> dict[str, str]:
     return settings
 
 
-def _launch(recipe: Recipe, job: str, processes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def _launch(
+    recipe: Recipe, job: str, processes: int, options: Mapping[str, Any], given: Collection[str]
+) -> dict[str, Any]:
+    unset = {
+        name
+        for name, field in recipe_fields().items()
+        if value_of(recipe, name) == field.default and name not in given
+    }
     # Workers find modules where this process does.
     path = {"PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)}
     with tempfile.TemporaryDirectory(prefix="drumline-") as folder:
         file = Path(folder) / "recipe.toml"
-        file.write_text(dump_recipe(recipe))
+        file.write_text(dump_recipe(recipe, omit=unset))
         argv = [job, str(file), "--trust"]
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"

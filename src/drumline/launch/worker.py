@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,8 +45,15 @@ JOBS = {
 """The function of each job, called with recipe and world, and with the options of its own."""
 
 
-def work(info: RankInfo | None, recipe: Recipe, job: str, options: Mapping[str, Any] = NO_OPTIONS) -> int:
-    """Runs a job in this process; returns the exit code, or ends the process if it is a rank."""
+def work(
+    info: RankInfo | None,
+    recipe: Recipe,
+    job: str,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    given: Collection[str] = (),
+) -> int:
+    """Runs a job in this process; returns the exit code, or ends the process if it is a rank. `given` are the fields
+    that the user has set."""
     ours = info is not None and info.started_by == "drumline"
     if ours:
         die_with_parent()
@@ -56,7 +63,7 @@ def work(info: RankInfo | None, recipe: Recipe, job: str, options: Mapping[str, 
     world = single_process(pick_device(device_type, info.local_rank if info else 0))
     try:
         world = connect(info, recipe)
-        result = call(job, recipe, world, options)
+        result = call(job, recipe, world, options, given)
     except BaseException as error:
         if info is None or (info.world_size == 1 and not ours):
             raise
@@ -83,7 +90,13 @@ def connect(info: RankInfo | None, recipe: Recipe) -> World:
     return init_world(info, device_type, recipe.parallel.backend, recipe.parallel.timeout, listen)
 
 
-def call(job: str, recipe: Recipe, world: World, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
+def call(
+    job: str,
+    recipe: Recipe,
+    world: World,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    given: Collection[str] = (),
+) -> Any:
     """Calls the function of a job. A restart continues in the run folder that the first start has claimed."""
     if name := claimed():
         mode = world.broadcast_object(restart_resume(recipe, name) if world.is_rank_zero else "")
@@ -91,7 +104,7 @@ def call(job: str, recipe: Recipe, world: World, options: Mapping[str, Any] = NO
     from drumline.training.model import resolve_model
 
     decided = world.broadcast_object(
-        resolve_model(recipe, images=job != "eval") if world.is_rank_zero else {}
+        resolve_model(recipe, images=job != "eval", given=given) if world.is_rank_zero else {}
     )
     recipe = with_values(recipe, decided)
     module, function = JOBS[job].split(":")

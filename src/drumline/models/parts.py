@@ -47,7 +47,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> Frozen:
     for name in frozen.parameters:
         parameters[name].requires_grad_(False)
     for name in frozen.layers:
-        hold_in_eval(model.get_submodule(name))
+        freeze_layer(model.get_submodule(name))
     return frozen
 
 
@@ -62,14 +62,14 @@ def find_frozen(model: nn.Module, names: Sequence[str]) -> Frozen:
     )
 
 
-def hold_in_eval(layer: nn.Module) -> None:
+def freeze_layer(layer: nn.Module) -> None:
     """Keeps a layer in evaluation mode: afterwards, `train()` changes only the mode of its children."""
     layer.train = partial(_stay_in_eval, layer)  # type: ignore[method-assign]
     layer.eval()
 
 
-def is_held(layer: nn.Module) -> bool:
-    """Whether `hold_in_eval` was called on this layer."""
+def is_frozen_layer(layer: nn.Module) -> bool:
+    """Whether `freeze_layer` was called on this layer."""
     return getattr(vars(layer).get("train"), "func", None) is _stay_in_eval
 
 

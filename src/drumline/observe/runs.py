@@ -82,7 +82,7 @@ def summarize(path: Path) -> RunSummary:
     scores = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("top1"), float)]
     settings = _settings(path)
     metric = str((settings or {}).get("checkpoint.best", "top1"))
-    best = _best(scores)
+    best = _best(scores, metric)
     value = _judged(best, metric)
     return RunSummary(
         str(path),
@@ -107,10 +107,12 @@ def _judged(line: Mapping[str, Any], metric: str) -> float | None:
     return value
 
 
-def _best(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best evaluation of the run. Earlier versions did not record it; then the one with the highest top-1."""
+def _best(scores: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """The best evaluation of the run by its metric, which a resume may have changed. Earlier versions did not record
+    it; then the one with the highest top-1."""
     if any("best" in line for line in scores):
-        return next((line for line in reversed(scores) if line.get("best") is True), {})
+        best: dict[str, Any] = next((line for line in reversed(scores) if line.get("best") is True), {})
+        return best if best.get("best_metric", metric) == metric else {}
     return max(scores, key=lambda line: line["top1"], default={})
 
 
@@ -131,7 +133,7 @@ def differences(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Statistics:
     """The variation of a number over runs."""
 
     mean: float
@@ -141,12 +143,12 @@ class Spread:
     max: float
 
 
-def spread(values: Sequence[float | None]) -> Spread | None:
+def statistics_of(values: Sequence[float | None]) -> Statistics | None:
     """The variation of the values; None if there are fewer than two, or one is missing."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(known) < len(values):
         return None
-    return Spread(statistics.fmean(known), statistics.stdev(known), min(known), max(known))
+    return Statistics(statistics.fmean(known), statistics.stdev(known), min(known), max(known))
 
 
 def repeats(runs: Sequence[RunSummary], field: str = "run.seed") -> list[list[RunSummary]]:

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.errors import UserError
 from drumline.core.text import counted
-from drumline.models.parts import hold_in_eval, is_held
+from drumline.models.parts import freeze_layer, is_frozen_layer
 from drumline.parallel.world import World
 
 Total = Callable[[Tensor], Tensor]
@@ -45,8 +45,8 @@ class WorldNorm(_BatchNorm):
         _never_compile()
         made = WorldNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         made.total, made.training = total, norm.training
-        if is_held(norm):
-            hold_in_eval(made)
+        if is_frozen_layer(norm):
+            freeze_layer(made)
         for name, parameter in norm.named_parameters(recurse=False):
             setattr(made, name, parameter)
         for name, buffer in norm.named_buffers(recurse=False):
@@ -364,7 +364,7 @@ def _freeze(norm: _BatchNorm, name: str) -> None:
             f"parallel.batchnorm = frozen: {name} has no running statistics (track_running_stats is off)",
             "use micro, or a model whose BatchNorm layers track statistics",
         )
-    hold_in_eval(norm)
+    freeze_layer(norm)
 
 
 def _check_norm(norm: _BatchNorm, name: str, mode: Mode, changes: bool) -> None:

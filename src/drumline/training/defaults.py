@@ -32,7 +32,7 @@ WARMUP = 0.05
 """Fraction of the epochs."""
 
 
-def settle(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
+def choose_defaults(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
     """The recipe with a number for each `auto` of the fields above, and a line that lists them; empty if there are
     none."""
     chosen = []

@@ -53,7 +53,9 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Trai
             with _out_of_memory(world), ExitStack() as cleanup:
                 run = Run(recipe, world, build, cleanup)
                 try:
-                    result = _train(run, stop, signals, began)
+                    guards = RunGuards(run)
+                    with stop.attached(guards.poll, run.record):
+                        result = _train(run, guards, stop, signals, began)
                 except BaseException as error:
                     if (
                         LAUNCHER not in os.environ
@@ -66,17 +68,17 @@ def train(recipe: Recipe, world: World, build: Builder = classification) -> Trai
                 return result
             name = world.broadcast_object(run.folder.path.name if run.folder is not None else "")
             recipe = restart_recipe(recipe, name, "auto")
-            del run
+            del run, guards
             gc.collect()  # frees its model, gradient buckets and graphs
 
 
-def _train(run: Run, stop: StopSign, signals: ExitStack, began: float) -> TrainResult | None:
+def _train(
+    run: Run, guards: RunGuards, stop: StopSign, signals: ExitStack, began: float
+) -> TrainResult | None:
     """The result; None if the run has to be opened again to continue."""
-    guards = RunGuards(run)
     if run.branched:
         run.begin()  # before the rehearsal: the new folder needs a checkpoint of its own to resume from
         save(run, run.position, guards)
-    stop.watch, stop.record = guards.poll, run.record
     if not stop.watching:
         signals.enter_context(stop)
     early = run.early_stop(run.position)
@@ -190,7 +192,7 @@ def evaluate(run: Run, position: Position) -> tuple[Score, Position]:
             f"WARNING: the model's output is not finite for {nonfinite:,} of {judged.samples:,} samples: "
             f"the run has diverged. To prevent this, {advice(run.step.precision)}"
         )
-    run.reporter.evaluated(position.step, score, average, best)
+    run.reporter.evaluated(position.step, score, average, best, run.best_metric.name)
     return judged, after_evaluation(position, value, best)
 
 

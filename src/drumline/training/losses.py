@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from drumline.config.learning import Train
 from drumline.config.sources import names_code
 from drumline.core.arithmetic import leave_no_trace
+from drumline.core.contents import contents
 from drumline.core.errors import UserError
 from drumline.core.named import check_called, instance, load_named, signature_of
 from drumline.core.precision import FP32, autocast
@@ -135,12 +136,14 @@ class OwnLoss:
             )
 
     def _try(self, classes: int, device: torch.device) -> None:
-        """Calls it once as a step does, without side effects."""
+        """Calls it twice as a step does, without side effects."""
         logits = torch.linspace(-1, 1, PROBED * classes, device=device).view(PROBED, classes).requires_grad_()
         labels = torch.arange(PROBED, device=device) % classes
         modules = [self._loss] if isinstance(self._loss, nn.Module) else []
         buffers = [buffer for module in modules for buffer in module.buffers()]
-        try:
+
+        def once() -> tuple[Tensor, object]:
+            """The losses, and what the loss holds after the call."""
             with torch.enable_grad(), leave_no_trace(*modules, tensors=buffers, devices=[device]):
                 losses = self(logits, labels)
                 if not losses.requires_grad:
@@ -149,6 +152,10 @@ class OwnLoss:
                         "compute them from the logits with torch, without .detach(), .item() or torch.no_grad()",
                     )
                 losses.sum().backward()
+            return losses.detach(), contents(self._loss)
+
+        try:
+            (losses, held), (again, held_again) = once(), once()
         except UserError:
             raise
         except Exception as error:  # a user's loss may raise anything
@@ -157,6 +164,12 @@ class OwnLoss:
                 f"of shape {tuple(labels.shape)}: {error}",
                 f"correct it; it is called as {CALLED} with float32 logits and int64 class numbers",
             ) from error
+        # Not by their bits: a run may allow kernels that round differently each time.
+        if held != held_again or not torch.allclose(losses, again, equal_nan=True):
+            raise UserError(
+                f"{self.title}: keeps a state between its calls, which a resumed run could not repeat",
+                "compute the loss from logits and labels alone",
+            )
 
     def _buffer_versions(self) -> list[int]:
         return [each._version for each in self._loss.buffers()] if isinstance(self._loss, nn.Module) else []

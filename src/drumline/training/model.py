@@ -7,6 +7,7 @@ finite are rejected.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ DEFAULT_MODEL = "resnet18"
 """The model of a recipe that names neither a model nor weights."""
 
 
-def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
+def resolve_model(recipe: Recipe, images: bool = True, given: Collection[str] = ()) -> dict[str, Any]:
     """The fields that the weights of a recipe decide, by name: `model.name` if it is auto; `model.args` of the same
-    model if none are given; and with `images`, the fields of `data` that prepare images and have their defaults.
-    Rejects weights of a different model."""
+    model if none are given; and with `images`, the fields of `data` that prepare images and have their defaults,
+    except those that are `given` as a value. Rejects weights of a different model."""
     name, weights = recipe.model.name, recipe.model.weights
     if not weights:
         return {"model.name": DEFAULT_MODEL} if name == "auto" else {}
@@ -93,8 +94,12 @@ def resolve_model(recipe: Recipe, images: bool = True) -> dict[str, Any]:
     elif name == record.model and not recipe.model.args:
         found["model.args"] = record.args
     if images:
-        known = recipe_fields()
-        unset = [each for each in PREPARED if getattr(recipe.data, each) == known[f"data.{each}"].default]
+        known, kept = recipe_fields(), set(given) - {"data.size", "data.mean", "data.std"}  # auto or empty
+        unset = [
+            each
+            for each in PREPARED
+            if getattr(recipe.data, each) == known[f"data.{each}"].default and f"data.{each}" not in kept
+        ]
         # A mean belongs to its standard deviation.
         both = {"mean", "std"} <= set(unset)
         found |= {
@@ -152,9 +157,10 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
 def shared_weights(path: str, world: World) -> Path:
     """The verified weights file that a path means, the same one on every rank: the run that owns the folder
     may save a newer one meanwhile."""
-    file = Path(world.broadcast_object(str(resolve_weights(path, FIELDS)) if world.is_rank_zero else ""))
+    found = resolve_weights(path, FIELDS) if world.is_rank_zero else None
+    file = Path(world.broadcast_object(str(found or "")))
     if is_pretrained(path):
-        return resolve_weights(path, FIELDS)  # each machine has its own cache
+        return found or resolve_weights(path, FIELDS)  # each machine has its own cache
     verify_weights(file)
     return file
 

@@ -7,24 +7,26 @@ state, filled with zeros until the optimizer creates its own. Numbers that it co
 too.
 
 Promises: a resumed run has the bits of an uninterrupted one; a step with non-finite gradients changes nothing.
-Rejects state that a checkpoint cannot hold: state outside `optimizer.state` and the numbers of the parameter groups,
-and state that appears later. The learning rate is a number, because only torch's own optimizers accept tensors, and
-not all of them.
+Rejects state that a checkpoint cannot hold: what the trial steps change outside `optimizer.state` and the numbers of
+the parameter groups, and state that appears later. The learning rate is a number, because only torch's own optimizers
+accept tensors, and not all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from drumline.config.learning import Optim
 from drumline.config.limits import keyword_arguments
-from drumline.core.arithmetic import EagerOptimizer, leave_no_trace, undone_if
+from drumline.core.arithmetic import EagerOptimizer, flat, leave_no_trace, undone_if
+from drumline.core.contents import contents
 from drumline.core.errors import UserError
+from drumline.core.host_copy import HostCopy
 from drumline.core.named import accepts, load_named, signature_of
 
 CALLED = "(params, lr, weight_decay)"
@@ -115,31 +117,30 @@ class OwnOptimizer(EagerOptimizer):
         self._host = torch.zeros(len(self._parameters) + counted + grouped, dtype=torch.float64)
         self._begun = self._host[: len(self._parameters)]
         self._make_slots(shown)
-        by_kind: dict[Any, list[Tensor]] = {}
-        for tensor in (
-            *self._parameters,
-            *(each for slots in self.state.values() for each in slots.values()),
-        ):
-            if tensor.device.type != "cpu":
-                by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        self._on_devices = list(by_kind.values())
+        written = [*self._parameters, *(each for slots in self.state.values() for each in slots.values())]
+        self._on_devices = by_kind([each for each in written if each.device.type != "cpu"])
         """The tensors that a step writes on GPUs, by device and type: everything but a few numbers on the host."""
+        self._on_host = by_kind([each for each in written if each.device.type == "cpu"])
+        self._late: tuple[HostCopy, list[Tensor]] | None = None
+        """Whether the last step was skipped, and what was on the host before it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
+        self.undo_skipped()
         # `GradScaler` sets both for the duration of the call; the guard sets the second permanently.
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         moving = [(n, p) for n, p in enumerate(self._parameters) if p.grad is not None]
         undone: list[list[Tensor]] = []
         if found_inf is not None:
-            waits_anyway = found_inf.device.type == "cpu" or not all(self._attached[n] for n, _ in moving)
+            waits_anyway = not self._on_devices or not all(self._attached[n] for n, _ in moving)
             if waits_anyway:
                 if found_inf > 0:
                     return
             else:
                 undone = self._on_devices
+                self._late = HostCopy(found_inf), [torch.cat(list(map(flat, kind))) for kind in self._on_host]
         if scale is not None:
             for _, p in moving:
                 assert p.grad is not None
@@ -154,6 +155,18 @@ class OwnOptimizer(EagerOptimizer):
             if self._group_constants() != constant:
                 raise self._hidden("numbers of its parameter groups that did not change in the trial steps,")
             self._take_out([n for n, _ in moving])
+
+    @torch.no_grad()
+    def undo_skipped(self) -> None:
+        """Undoes on the host the last step, if it was skipped on a GPU: the host learns that only now, a step later.
+        Call it before the state is read. May wait for the gradients of that step."""
+        if self._late is None:
+            return
+        (skipped, before), self._late = self._late, None
+        if skipped.values() > 0:
+            for kind, values in zip(self._on_host, before, strict=True):
+                pieces = values.split([each.numel() for each in kind])
+                torch._foreach_copy_(list(map(flat, kind)), list(pieces))
 
     def _make_slots(self, shown: _Shown) -> None:
         free = len(self._parameters)
@@ -233,19 +246,25 @@ class OwnOptimizer(EagerOptimizer):
         return _unsaved(self.title, what)
 
 
-class _Shown:
+class _Shown(NamedTuple):
     """The results of the trial steps: the state of each parameter, and the numbers of the groups that change."""
 
-    def __init__(self, slots: list[Slots], group_numbers: list[dict[str, type[Number]]]) -> None:
-        self.slots, self.group_numbers = slots, group_numbers
+    slots: list[Slots]
+    group_numbers: list[dict[str, type[Number]]]
 
 
 def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
     """Lets an optimizer take trial steps, and restores the parameters."""
     trial = make()
     parameters: list[Tensor] = [p for group in trial.param_groups for p in group["params"]]
-    attributes = _simple(vars(trial))
-    groups = [_simple(group) for group in trial.param_groups]
+    known = [trial, trial.state, trial.param_groups, *trial.param_groups, *parameters]
+
+    def held() -> list[dict[str, object]]:
+        """What is in the groups, and in the attributes besides groups and state."""
+        tables: list[Mapping[str, Any]] = [*trial.param_groups, vars(trial)]
+        return [{name: contents(value, known) for name, value in table.items()} for table in tables]
+
+    *groups, attributes = held()
     devices = dict.fromkeys(p.device for p in parameters)
     try:
         with leave_no_trace(tensors=parameters, devices=devices):
@@ -263,8 +282,11 @@ def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
             p.grad = None
     if any(isinstance(each, torch.optim.Optimizer) for each in vars(trial).values()):
         raise _unsaved(title, "the state of a second optimizer,")
-    if changed := [name for name, value in _simple(vars(trial)).items() if attributes.get(name) != value]:
+    *new_groups, new_attributes = held()
+    if changed := [name for name, value in new_attributes.items() if attributes.get(name) != value]:
         raise _unsaved(title, f"{', '.join(changed)} in its attributes,")
+    if set(trial.state) - set(parameters):
+        raise _unsaved(title, "state that belongs to no parameter,")
     slots = [dict(trial.state.get(p, {})) for p in parameters]
     for each in slots:
         for slot, value in each.items():
@@ -273,8 +295,7 @@ def _try(title: str, make: Callable[[], torch.optim.Optimizer]) -> _Shown:
             if "/" in slot or slot == BEGUN:
                 raise UserError(f"{title}: a state cannot have the name {slot!r}", "rename it")
     numbers: list[dict[str, type[Number]]] = []
-    for old, group in zip(groups, trial.param_groups, strict=True):
-        new = _simple(group)
+    for old, new, group in zip(groups, new_groups, trial.param_groups, strict=True):
         moved = [name for name, value in new.items() if old.get(name) != value]
         odd = [
             name for name in moved if name == "lr" or name not in old or not isinstance(group[name], Number)
@@ -293,19 +314,12 @@ def _unsaved(title: str, what: str) -> UserError:
     )
 
 
-def _simple(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that can be compared; lists and tensors by their content."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        if name in ("params", "state", "param_groups", "defaults"):
-            continue
-        if isinstance(value, Number | str | tuple | None):
-            found[name] = value
-        elif isinstance(value, list):
-            found[name] = str(value)
-        elif isinstance(value, Tensor):
-            found[name] = value.detach().cpu().tolist()
-    return found
+def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one device and type in a list."""
+    found: dict[Any, list[Tensor]] = {}
+    for each in tensors:
+        found.setdefault((each.device, each.dtype), []).append(each)
+    return list(found.values())
 
 
 def _copied(slots: Slots) -> Slots:

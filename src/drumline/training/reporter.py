@@ -108,8 +108,9 @@ class RunReporter:
         """Waits for the numbers that have not arrived, and logs them."""
         self._log_readings(self.meters.drain())
 
-    def evaluated(self, done: int, score: Score, average: Score | None, best: bool) -> None:
-        """Logs an evaluation, and every rank's times since the previous one."""
+    def evaluated(self, done: int, score: Score, average: Score | None, best: bool, metric: str) -> None:
+        """Logs an evaluation, whether it is the best one by this metric, and every rank's times since the previous
+        one."""
         epoch = done / self.per_epoch
         averaged = {f"average_{name}": value for name, value in average.values.items()} if average else {}
         self.run_log.metric(
@@ -120,6 +121,7 @@ class RunReporter:
             **score.counts,
             samples=score.samples,
             best=best,
+            best_metric=metric,
             **averaged,
         )
         measured = describe(score.result(), self.metrics, self.classes, epoch=True)

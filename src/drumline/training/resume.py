@@ -6,7 +6,7 @@ different environment are logged, and rejected in strict mode, which promises th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from drumline.config.recipe import Recipe
-from drumline.config.sources import names_code
 from drumline.config.toml import dump_recipe, flat_recipe
 from drumline.core.arithmetic import threads_per_process
 from drumline.core.errors import UserError
@@ -29,13 +28,14 @@ from drumline.state.manifest import Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.state.provenance import changed_environment, changed_settings
 from drumline.state.tensors import Groups
-from drumline.training.optim import optimizer_slots
 from drumline.training.schedule import Plan
 from drumline.training.state import TrainState
 from drumline.training.task import Task
 
 FROZEN = "frozen"
 """The key of the frozen parameters in a checkpoint's environment."""
+Slots = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shape and type of each tensor of the optimizer."""
 
 
 def restore(
@@ -49,6 +49,9 @@ def restore(
     """Loads on rank 0 and scatters. Returns the position, and messages about what differs."""
     strategy, world = state.strategy, state.strategy.world
     live = state.tensors()
+    own = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in live["optimizer"].items()}
+    # In a pipeline, each process has an optimizer of its own stage.
+    slots: Slots = {key: slot for each in world.all_gather_object(own) for key, slot in each.items()}
     groups: Gathered | None = None
     memory: dict[str, torch.Tensor] = {}
     position, messages = Position(step=0, per_epoch=plan.per_epoch), []
@@ -58,7 +61,7 @@ def restore(
         except CorruptError as reason:
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         memory = groups.pop("memory", {})
-        groups = _refrozen(groups, manifest.environment.get(FROZEN), state)
+        groups = _refrozen(groups, manifest.environment.get(FROZEN), state.frozen, slots)
         position = manifest.position
         messages = [
             f"resumed from {checkpoint} at step {position.step:,}",
@@ -74,7 +77,11 @@ def restore(
             messages.append(
                 f"checkpoint.best: {before} -> {recipe.checkpoint.best}: earlier evaluations no longer count as best"
             )
-        messages += compare_data(manifest.environment, environment, checkpoint, strict)
+        warnings = compare_data(manifest.environment, environment, checkpoint, strict)
+        if "evaluation" in warnings:
+            position = forget_best(position)
+            warnings["evaluation"] += "; the evaluations so far do not count as best"
+        messages += warnings.values()
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
             raise UserError(
@@ -136,9 +143,10 @@ def compare_records(then: ModelRecord | None, now: ModelRecord | None, checkpoin
 
 def compare_data(
     then: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, strict: bool
-) -> list[str]:
-    """Warnings about samples that differ from the checkpoint's. Strict mode rejects changed training data."""
-    before, messages = then.get("data"), []
+) -> dict[str, str]:
+    """A warning for each set whose samples differ from the checkpoint's. Strict mode rejects changed training
+    data."""
+    before, warnings = then.get("data"), dict[str, str]()
     for side, summary in now["data"].items():
         if not isinstance(before, dict) or not isinstance(before.get(side), dict):
             continue  # earlier versions did not record it
@@ -150,33 +158,30 @@ def compare_data(
                 "resume with the run's original data (data.path), or continue without the promise: --run.no-strict",
             )
         if changed:
-            messages.append(
+            warnings[side] = (
                 f"WARNING: the {side} set has changed since {checkpoint.name}, so the result may differ: {changed}"
             )
-    return messages
+    return warnings
 
 
-def _refrozen(groups: Groups, frozen: object, state: TrainState) -> Gathered:
+def _refrozen(groups: Groups, frozen: object, now: Collection[str], slots: Slots) -> Gathered:
     """The groups of a checkpoint that froze different parameters: the optimizer state starts at zero for parameters
     that are now trained, and is dropped for those that no longer are."""
     before = {str(name) for name in frozen} if isinstance(frozen, list) else set()
-    now, optimizer = set(state.frozen), dict(groups.get("optimizer", {}))
-    if before != now and names_code(state.strategy.recipe.optim.name):
-        # Zeros mean that the optimizer has not created its state yet.
-        optimizer = {
-            name: optimizer.get(name, torch.zeros_like(tensor, device="cpu"))
-            for name, tensor in state.tensors()["optimizer"].items()
-        }
-        return {**{name: dict(group) for name, group in groups.items()}, "optimizer": optimizer}
-    for name, parameter in state.module.named_parameters():
-        for slot in optimizer_slots(state.strategy.recipe.optim):
-            key = f"{slot}/{name}"
-            if name in now and name not in before:
-                optimizer.pop(key, None)
-            elif name in before and name not in now and parameter.requires_grad:
-                like = torch.zeros(() if slot == "step" else parameter.shape, dtype=torch.float32)
-                optimizer.setdefault(key, like if slot == "step" else like.to(parameter.dtype))
+    optimizer = {
+        key: tensor
+        for key, tensor in groups.get("optimizer", {}).items()
+        if _parameter(key) in before or _parameter(key) not in now
+    }
+    for key, (shape, dtype) in slots.items():
+        if _parameter(key) in before:
+            optimizer.setdefault(key, torch.zeros(shape, dtype=dtype))
     return {**{name: dict(group) for name, group in groups.items()}, "optimizer": optimizer}
+
+
+def _parameter(key: str) -> str:
+    """The parameter of a tensor of the optimizer, which is called `slot/parameter`."""
+    return key.partition("/")[2]
 
 
 def saved_facts(checkpoint: Path) -> tuple[dict[str, Any], int]:

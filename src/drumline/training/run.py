@@ -22,6 +22,7 @@ from drumline.core.heartbeat import Phase, enter
 from drumline.core.text import counted
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, LoaderWorkers
+from drumline.data.feed.own_transform import load_transform
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe.display import Display, make_display
 from drumline.observe.run_log import RunLog
@@ -38,7 +39,7 @@ from drumline.state.shards import ShardWriter
 from drumline.training import metrics
 from drumline.training.best import best_metric, early_stop
 from drumline.training.consistency import check_data, check_recipes, check_software
-from drumline.training.defaults import settle
+from drumline.training.defaults import choose_defaults
 from drumline.training.metrics import Metric
 from drumline.training.model import model_record
 from drumline.training.output import RunOutput
@@ -90,6 +91,7 @@ class Run:
         self.world = world
         display = make_display(world.rank)
         cleanup.callback(display.end)
+        cleanup.callback(load_transform.cache_clear)
         set_deterministic(recipe.run.deterministic)
 
         # Data: the same recipe, software and samples on every rank.
@@ -97,7 +99,7 @@ class Run:
         messages = check_software(recipe, world)
         self.sets = open_sets(recipe, world)
         identity = check_data(self.sets, recipe.run.seed, world)
-        recipe, chosen = settle(recipe, len(self.sets.train))
+        recipe, chosen = choose_defaults(recipe, len(self.sets.train))
         self.recipe = recipe.check()
         self.plan = make_plan(recipe, len(self.sets.train))
         self.strategy = create_strategy(recipe, world)
@@ -265,8 +267,8 @@ class Run:
         """Detects that this run does not learn."""
         labels, plan = self.sets.eval.labels, self.plan
         guess = float(np.unique(labels, return_counts=True)[1].max() / len(labels))
-        plain = isinstance(self.task.objective, Classification)
-        return Trend(len(self.sets.train.classes), guess, plan.total, plan.per_epoch, plain)
+        known = isinstance(self.task.objective, Classification) and self.recipe.train.loss == "cross_entropy"
+        return Trend(len(self.sets.train.classes), guess, plan.total, plan.per_epoch, known)
 
     def _environment(self, threads: int, identity: dict[str, Any]) -> dict[str, Any]:
         """The environment of this run, as environment.json and checkpoints record it."""

@@ -25,10 +25,11 @@ from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.text import counted
 from drumline.models.base import repeated_blocks
-from drumline.models.parts import freeze, is_held, rate_factors
+from drumline.models.parts import freeze, is_frozen_layer, rate_factors
 from drumline.parallel.sharded import local_shard
 from drumline.parallel.strategy import SetupContext, Strategy
 from drumline.training.optim import build_optimizer
+from drumline.training.own_optimizer import OwnOptimizer
 from drumline.training.schedule import Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -112,6 +113,8 @@ class TrainState:
 
     def _optimizer_tensors(self) -> Tensors:
         names = {id(parameter): name for name, parameter in self.strategy.named_parameters()}
+        if isinstance(self.optimizer, OwnOptimizer):
+            self.optimizer.undo_skipped()
         return {
             f"{slot}/{names[id(parameter)]}": self.strategy.optimizer_tensor(names[id(parameter)], tensor)
             for parameter, slots in self.optimizer.state.items()
@@ -136,7 +139,7 @@ def build_state(
     that are not trained at present; the other arguments are those of `Strategy.setup`."""
     recipe, part = strategy.recipe, module if model is None else model
     # Before the layout is applied, because a process may not hold the whole model afterwards.
-    held_back, factors = hold_back(module, part, recipe.optim, frozen)
+    frozen_parameters, factors = freeze_and_rates(module, part, recipe.optim, frozen)
     if recipe.train.gradient_checkpointing:
         recompute_blocks(part)
     module.train()
@@ -169,12 +172,12 @@ def build_state(
         scaler,
         average,
         strategy,
-        held_back,
+        frozen_parameters,
         factors,
     )
 
 
-def hold_back(
+def freeze_and_rates(
     module: nn.Module, model: nn.Module, optim: Optim, frozen: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, float]]:
     """Freezes these modules of the model. Returns the frozen parameters, and the factor on the learning rate of each
@@ -182,13 +185,13 @@ def hold_back(
     names = {id(each): name for name, each in module.named_parameters()}
     inside = {name: names[id(each)] for name, each in model.named_parameters()}
     factors = rate_factors(model, optim.head_lr, optim.layer_decay)
-    held = freeze(model, frozen).parameters
+    parameters = freeze(model, frozen).parameters
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    if held and not trained:
+    if parameters and not trained:
         raise UserError(
             f"train.freeze = {','.join(frozen)}: freezes the whole model", "leave out the modules to train"
         )
-    return tuple(inside[name] for name in held), {inside[name]: factors[name] for name in trained}
+    return tuple(inside[name] for name in parameters), {inside[name]: factors[name] for name in trained}
 
 
 def describe_trained(
@@ -199,13 +202,13 @@ def describe_trained(
     lines = []
     sizes = {name: each.numel() for name, each in module.named_parameters()}
     if frozen:
-        held = sum(sizes[name] for name in frozen)
+        count = sum(sizes[name] for name in frozen)
         names = ", ".join(recipe.train.freeze)
         until = f"until step {plan.unfreeze:,}" if plan.unfreeze else "for the whole run"
-        norms = sum(is_held(layer) for layer in module.modules())
+        norms = sum(is_frozen_layer(layer) for layer in module.modules())
         still = f"; {counted(norms, 'layer')} with running statistics in evaluation mode" if norms else ""
         lines.append(
-            f"frozen {until}: {names}: {held:,} of {sum(sizes.values()):,} parameters{still}; "
+            f"frozen {until}: {names}: {count:,} of {sum(sizes.values()):,} parameters{still}; "
             f"{sum(sizes[name] for name, each in module.named_parameters() if each.requires_grad):,} are trained"
         )
         if not recipe.model.weights and not names_code(recipe.model.name):

@@ -14,7 +14,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -70,6 +71,16 @@ class StopSign:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @contextmanager
+    def attached(self, watch: Callable[[int], int], record: Callable[[str], None]) -> Iterator[None]:
+        """Calls these meanwhile, and holds them no longer."""
+        before = self.watch, self.record
+        self.watch, self.record = watch, record
+        try:
+            yield
+        finally:
+            self.watch, self.record = before
 
     def seen(self, step: int) -> bool:
         """Whether to leave the loop after `step` steps. True on every rank at the same step."""
