@@ -66,9 +66,9 @@ def main() -> None:
     if args.photos:
         size = f" data.size={weights_size(args.weights)}" if args.weights else ""
         jobs += [("photographs", f"data.path={args.photos} model.name=resnet18{size}", 1)]
-        jobs += (
-            [("photographs", f"finetune={args.weights} data.path={args.photos}", 1)] if args.weights else []
-        )
+        frozen = ("", " train.freeze=backbone", " train.freeze=backbone train.unfreeze_epoch=10")
+        tuned = [f"finetune={args.weights} data.path={args.photos}{more}" for more in frozen]
+        jobs += [("photographs", words, 1) for words in tuned] if args.weights else []
     if not jobs:
         parser.error("give at least one data set")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {platform.machine()}"
@@ -100,8 +100,11 @@ def run(name: str, words: str, processes: int) -> str:
         )
         seconds = time.perf_counter() - begun
     result = json.loads(done.stdout.splitlines()[-1])
-    shown = " ".join(word for word in words.split() if not word.startswith(("data.path", "finetune")))
-    shown += " finetune=WEIGHTS" if "finetune=" in words else ""
+    shown = " ".join(
+        "finetune=WEIGHTS" if word.startswith("finetune=") else word
+        for word in words.split()
+        if not word.startswith("data.path")
+    )
     return (
         f"| {name} | `{shown}` | {processes} | {result['correct']:,} of {result['samples']:,} | "
         f"{result['top1']:.2%} | {seconds:.0f} |"

@@ -376,12 +376,12 @@ def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -
         recipe = read_recipe(list(words), "train", RecipeOptions).recipe
         return recipe.model.weights, recipe.optim.head_lr
 
-    assert given("finetune=w.pth") == given("--finetune", "w.pth") == ("w.pth", 10.0)
+    assert given("finetune=w.pth") == given("--finetune", "w.pth") == ("w.pth", 3.0)
     assert given("finetune=w.pth", "optim.head_lr=1") == given("optim.head_lr=1", "finetune=w.pth")
     assert given("finetune=w.pth", "optim.head_lr=1") == ("w.pth", 1.0)
     file = tmp_path / "r.toml"
-    file.write_text("[optim]\nhead_lr = 3.0\n")
-    assert given(str(file), "finetune=w.pth") == ("w.pth", 3.0)
+    file.write_text("[optim]\nhead_lr = 5.0\n")
+    assert given(str(file), "finetune=w.pth") == ("w.pth", 5.0)
     with pytest.raises(UserError, match="both set weights"):
         given("finetune=w.pth", "model.weights=v.pth")
     with pytest.raises(UserError, match="has no weights"):

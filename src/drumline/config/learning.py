@@ -172,7 +172,7 @@ class Optim:
     # Above 3e38 the rate does not fit into a float32 tensor.
     lr: Annotated[ResolvedFloat, Range(0, 1e6, example=0.1)] = AUTO
     """Peak learning rate. With `lr_scaling`, the rate for `reference_batch`. `auto`: depends on optimizer and batch,
-    for sgd 0.1 at a batch of 128; a tenth of that if the run starts from `model.weights`. Your own optimizer needs a
+    for sgd 0.1 at a batch of 128; a third of that if the run starts from `model.weights`. Your own optimizer needs a
     number."""
     head_lr: Annotated[float, Range(0, 1e6)] = 1.0
     """Factor on the learning rate of the classifier, the model's last linear layer. 10 is usual for a new classifier
