@@ -151,8 +151,9 @@ def test_doctor_examines_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_teaches_with_two_processes_verifies_and_compares(tmp_path: Path) -> None:
-    done = drumline("demo", "train.epochs=1", folder=tmp_path)
+    done = drumline("demo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "shorter than the demo's own" not in done.stderr
     assert "state sha256: " in done.stdout
     assert "2 processes" in done.stderr
     for command in ("train model.name=resnet8x4", "train model.name=resnet8 ", "distill model.name=resnet8 "):
@@ -168,6 +169,14 @@ def test_the_demo_teaches_with_two_processes_verifies_and_compares(tmp_path: Pat
         "taught",
         "teacher",
     ]
+
+
+def test_the_demo_can_print_commands_to_run_one_by_one(tmp_path: Path) -> None:
+    done = drumline("demo", "--dry-run", "data.batch=32", folder=tmp_path)
+    commands = [line for line in done.stderr.splitlines() if line.startswith("$ drumline ")]
+    assert len(commands) == 4
+    assert all("data.batch=32" in line and "--dry-run" not in line for line in commands[:3])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
         base.mkdir(parents=True, exist_ok=True)
         folder = next_free(base, "demo")
-    common = [*SHARED, *argv, f"run.dir={folder}"]
+    common = [*SHARED, *(word for word in argv if word != "--dry-run"), f"run.dir={folder}"]
     taught = [f"distill.teacher_weights={folder / 'teacher'}", "run.name=taught"]
     commands = [
         ["train", *TEACHER, *common, "run.name=teacher"],
@@ -77,8 +77,8 @@ def main(argv: list[str]) -> int:
             return code
     if not dry:
         _compare(folder)
-        train = asked.recipe.train
-        if train.epochs < 5 or train.steps:
+        epochs, steps = asked.recipe.train.epochs, asked.recipe.train.steps
+        if steps or (epochs != "auto" and epochs < 5):
             print(
                 "These runs were shorter than the demo's own (10 epochs for the teacher, 5 for the students), so the "
                 "comparison says little: leave out train.epochs and train.steps for a fair one.",
