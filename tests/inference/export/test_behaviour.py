@@ -21,6 +21,8 @@ IMAGES = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
         (nets.TrainMode, "batch-statistics", "x = F.relu(self.bn(self.conv(x)))"),
         (nets.Dropout, "torch-random", "return F.dropout(x)"),
         (nets.PythonRandom, "python-random", "return x * random.random()"),
+        (nets.RandomArgument, "python-random", "return self.fc(x * random.random())"),
+        (nets.NumpyArgument, "python-random", "return self.inner(x * float(np.random.uniform()))"),
         (nets.NumpyRandom, "python-random", "return x * float(np.random.uniform())"),
         (nets.Branch, "data-value", "if x.mean() > 1e6:"),
         (nets.NumpyBranch, "data-value", "if x.detach().numpy().mean() > 1e6:"),
@@ -34,6 +36,7 @@ def test_a_fault_is_found_with_its_line(net: type[nets.Base], kind: str, code: s
     found = watch_forward(model, IMAGES)
     assert (kind, code) in {(each.kind, each.code) for each in found}
     assert all(each.where.startswith("nets.py:") for each in found if each.code)
+    assert {each.code for each in found if each.kind == "python-random"} <= {code}, "no other line is blamed"
     assert not model.bn.training, "the mode is as before"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers[0])
