@@ -168,6 +168,17 @@ def test_measurement_alone_finds_faults_that_nobody_saw_before(
         assert rejected(weights(tmp_path, f"{NETS}:{net}"), "torchscript").code == code
 
 
+@pytest.mark.parametrize("kind", ["pt2", "torchscript"])
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_outputs_of_a_file_do_not_require_grad(kind: str, raw: bool, tmp_path: Path) -> None:
+    file = exported(weights(tmp_path, "resnet8"), kind, raw=raw)["file"]
+    program = torch.export.load(file).module() if kind == "pt2" else torch.jit.load(file)
+    pixels = torch.zeros(2, MODEL.size, MODEL.size, 3, dtype=torch.uint8)
+    inputs = pixels.permute(0, 3, 1, 2).float() if raw else pixels
+    assert program(inputs).numpy().shape == (2, 3)
+    assert not any(each.requires_grad for each in program.parameters())
+
+
 def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
     error = rejected(weights(tmp_path, f"{NETS}:NoOnnx"), "onnx")
     assert (error.code, "aten.linalg_matrix_exp" in error.what) == ("unsupported-operator", True)

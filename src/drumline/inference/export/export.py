@@ -181,7 +181,8 @@ def _write_program(
     causes.reject_behaviour(findings, kind, how)
     floor = _floor(original, pixels, findings)
     takes: Takes = "normalised" if raw else "pixels"
-    module = (original.model if raw else FromPixels(original)).eval()
+    # Nobody else has this model: `export_model` loads it. A caller of the file needs no gradients of its weights.
+    module = (original.model if raw else FromPixels(original)).eval().requires_grad_(False)
     example = pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)].to(original.device)
     example = original.normalised(example) if raw else example
     for _ in progress([kind], f"compiling for {kind}", 1):
