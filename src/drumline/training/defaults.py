@@ -27,7 +27,7 @@ RATES = {"sgd": 0.2, "adamw": 1e-3, "lars": 2.0, "lamb": 4e-3}
 LINEAR = ("sgd", "lars")
 """Optimizers whose rate is proportional to the batch. For the others, it is proportional to the square root."""
 FINE_TUNING = 1 / 3
-"""Factor of the rate for a run that starts from trained weights. A tenth was worse, also from weights of few images."""
+"""Factor of the rate for a run that starts from trained weights. A tenth was worse, even from weak weights."""
 WARMUP = 0.05
 """Fraction of the epochs."""
 
