@@ -62,6 +62,25 @@ def initial_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Mo
     )
 
 
+NEW_HEAD = 3.0
+"""What `optim.head_lr = auto` means for a new classifier on trained weights: the usual rate, see `defaults.py`."""
+
+
+def choose_head_rate(recipe: Recipe, classes: Classes, world: World) -> tuple[Recipe, str]:
+    """The recipe with a number for `optim.head_lr = auto`, and a line about it; empty if the recipe has a number."""
+    if recipe.optim.head_lr != "auto":  # not chosen yet
+        return recipe, ""
+    kept = False
+    if recipe.model.weights:
+        file = shared_weights(recipe.model.weights, world)
+        module = build_model(recipe, len(classes))
+        kept = not load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS).reinitialised
+    rate = NEW_HEAD if recipe.model.weights and not kept else 1.0
+    why = "is kept, because the weights have the data's classes" if kept else "is new"
+    chosen = replace(recipe, optim=replace(recipe.optim, head_lr=rate))
+    return chosen, f"optim.head_lr={rate:g}: the classifier {why}"
+
+
 DEFAULT_MODEL = "resnet18"
 """The model of a recipe that names neither a model nor weights."""
 
