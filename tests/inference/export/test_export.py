@@ -341,6 +341,15 @@ def test_what_cannot_be_exported_is_an_error_before_any_work(
     assert "pip install" in caught.value.fix
 
 
+def test_formats_have_different_names_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {kind: export.output_file(tmp_path / "photos", kind) for kind in export.ENDINGS}
+    assert len(set(files.values())) == len(files)
+    assert files["aoti"] == tmp_path / "photos.aoti.pt2"
+    assert files["pt2"] == tmp_path / "photos.pt2"
+    assert export.output_file(tmp_path / "photos", "aoti", "a.pt2").name == "a.pt2"
+
+
 def test_a_run_is_exported_with_its_own_images_and_its_averaged_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,8 @@ def export_model(
     Args:
         model: A run folder, a checkpoint or weights.
         format: `pt2`, `onnx`, `aoti`, `torchscript` or `safetensors`.
-        out: The file to write. Default: the name of the run, in the current folder.
+        out: The file to write. Default: the name of the run with the extension of the format (`.aoti.pt2` for aoti),
+            in the current folder.
         raw: The file takes normalised images and returns logits, instead of pixels and probabilities.
         how: `trace` or `script`, for torchscript.
         weights: `average` or `model`: the averaged (`train.ema`) or the trained weights of the newest checkpoint.
@@ -118,7 +119,8 @@ def export_model(
 
 
 def output_file(model: Path, kind: AnyFormat, given: str = "") -> Path:
-    """The file that is written: `--out`, or the name of the run or the weights in the current folder."""
+    """The file that is written: `--out`, or in the current folder the name of the run or the weights, different for
+    each format."""
     ending = ENDINGS[kind]
     if given:
         out = Path(given).expanduser().resolve()
@@ -131,7 +133,8 @@ def output_file(model: Path, kind: AnyFormat, given: str = "") -> Path:
         path = model.absolute()
         name = path.stem if path.is_file() else path.name
         named = run_of(path) if path.exists() else None
-        out = Path.cwd() / f"{named.name if named else name}{ending}"
+        apart = ".aoti" if kind == "aoti" else ""  # pt2 has the same extension
+        out = Path.cwd() / f"{named.name if named else name}{apart}{ending}"
     if out.exists() and model.is_file() and out.samefile(model):
         raise UserError(f"{out} is the model itself", "give a different file with --out")
     return out
