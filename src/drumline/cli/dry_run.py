@@ -183,7 +183,7 @@ class _DryRun:
 
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
-        from drumline.training.model import FIELDS, build_model, choose_head_rate, initial_model
+        from drumline.training.model import FIELDS, build_model, choose_head_rate, initial_model, size_warning
         from drumline.training.state import describe_trained, freeze_and_rates
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
@@ -199,6 +199,7 @@ class _DryRun:
             data = Classes.of(self._sets.train)
             self.recipe, head = choose_head_rate(self.recipe, data, self._world())
             optim, messages = self.recipe.optim, (head,) if head else ()
+            messages += tuple(size_warning(self.recipe, self._sets.transform.size))
         if weights and self._sets is not None:
             module, loaded = initial_model(self.recipe, data, self._world())
             messages += loaded

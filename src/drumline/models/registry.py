@@ -96,6 +96,11 @@ def model_names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
+def is_cifar(name: str) -> bool:
+    """Whether a name means a network for 32x32 images."""
+    return _TABLE.get(name) in CIFAR.values()
+
+
 def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
     """Builds a classifier by name, with random weights and `classes` outputs.
 

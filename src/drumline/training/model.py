@@ -26,6 +26,7 @@ from drumline.core.text import either
 from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
+from drumline.models.registry import is_cifar
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
 from drumline.state.manifest import MANIFEST
@@ -155,6 +156,17 @@ def _other_images(data: Data, record: ModelRecord | None) -> list[str]:
     if not (changes := record.other_images(replace(record, **theirs))):
         return []
     return [f"WARNING: images are prepared differently from those of the weights: {'; '.join(changes)}"]
+
+
+def size_warning(recipe: Recipe, size: int) -> list[str]:
+    """A warning if a CIFAR network gets images of a size that nobody chose for it."""
+    name, most = recipe.model.name, 64
+    if recipe.data.size != "auto" or size <= most or not is_cifar(name):
+        return []
+    return [
+        f"WARNING: {name} was designed for 32 px, and {size} px take {(size / 32) ** 2:.0f} times as long; set "
+        f"data.size={most} (or model.name={DEFAULT_MODEL})"
+    ]
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:

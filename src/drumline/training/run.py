@@ -42,7 +42,7 @@ from drumline.training.best import best_metric, early_stop
 from drumline.training.consistency import check_data, check_recipes, check_software
 from drumline.training.defaults import choose_defaults
 from drumline.training.metrics import Metric
-from drumline.training.model import choose_head_rate, model_record
+from drumline.training.model import choose_head_rate, model_record, size_warning
 from drumline.training.output import RunOutput
 from drumline.training.reporter import MeterReader, RunReporter
 from drumline.training.resume import FROZEN, forget_best, restore, saved_facts, threads_of
@@ -303,6 +303,7 @@ class Run:
             + f"; global batch {recipe.data.batch}, {counted(plan.total, 'step')}, {plan.per_epoch:,} per epoch"
             + (f" ({counted(left_out, 'sample')} left out, different ones each epoch)" if left_out else ""),
             *describe_trained(self.state.module, recipe, plan, self.state.frozen, self.state.factors),
+            *size_warning(recipe, sets.transform.size),
             *sets.warnings,
             *sets.sampling(recipe),
         ]
