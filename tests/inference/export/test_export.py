@@ -157,6 +157,15 @@ def test_a_trace_that_keeps_one_side_of_a_branch_is_rejected(tmp_path: Path) -> 
     assert script["verdict"] == "ok", "a script keeps both sides"
 
 
+def test_a_fix_by_how_script_is_not_given_where_it_cannot_work(tmp_path: Path) -> None:
+    for how in ("trace", "script"):
+        error = rejected(weights(tmp_path, f"{NETS}:BatchMaximum"), "torchscript", how=how)
+        assert (error.code, "--how script" in error.fix) == ("unstable", False)
+    error = rejected(weights(tmp_path, "resnet8"), "torchscript", how="script")
+    assert "cannot compile the source of resnet8, a built-in model" in error.what
+    assert "use --how trace" in error.fix
+
+
 def test_measurement_alone_finds_faults_that_nobody_saw_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ from drumline.inference.export.record import (
 from drumline.inference.export.samples import Samples, verification_samples
 from drumline.inference.export.write import Program, check_needs, compile_program
 from drumline.inference.model import TrainedModel, load_trained
+from drumline.models.base import VisionModel
 from drumline.parallel.process_group import resolve_device_type
 from drumline.state.folder import run_of
 from drumline.state.weights import export_tensors
@@ -99,6 +100,11 @@ def export_model(
     resolve_device_type(device, "device")
     chosen = weights_path(path, weights)
     original = load_trained(chosen, device=device, trust=trust)
+    if how == "script" and isinstance(original.model, VisionModel):
+        raise UserError(
+            f"--how script: TorchScript cannot compile the source of {original.record.model}, a built-in model",
+            "use --how trace: built-in models have no branches on data",
+        )
     found = verification_samples(path, original.record.classes, images, samples, trust)
     # In the same folder, so that renaming is atomic. Some writers require the final extension.
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.", suffix=".tmp", dir=file.parent) as folder:
@@ -181,8 +187,9 @@ def _write_program(
 ) -> dict[str, Any]:
     pixels = verify.first_pixels(original, samples.samples)
     findings = _watched(original, pixels)
-    causes.reject_behaviour(findings, kind, how)
+    causes.reject_behaviour(findings)
     floor = _floor(original, pixels, findings)
+    causes.reject_branches(findings, kind, how)
     takes: Takes = "normalised" if raw else "pixels"
     # Nobody else has this model: `export_model` loads it. A caller of the file needs no gradients of its weights.
     module = (original.model if raw else FromPixels(original)).eval().requires_grad_(False)
