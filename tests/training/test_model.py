@@ -96,6 +96,9 @@ def test_code_that_a_record_names_is_not_chosen(tmp_path: Path) -> None:
 
 def test_weights_without_a_record_are_of_the_one_model_that_they_fit(tmp_path: Path) -> None:
     assert resolved(weights(tmp_path, None)) == {"model.name": "cifar/resnet8"}
+    backbone = {key: each for key, each in create_model("resnet8").state_dict().items() if key[:3] != "fc."}
+    torch.save(backbone, tmp_path / "nohead.pth")
+    assert resolved(str(tmp_path / "nohead.pth")) == {"model.name": "cifar/resnet8"}
     torch.save({"a.weight": torch.zeros(2, 2), "b": torch.zeros(2)}, tmp_path / "odd.pth")
     with pytest.raises(UserError, match="does not name its model and fits no built-in model"):
         resolved(str(tmp_path / "odd.pth"))
