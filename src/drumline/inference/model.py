@@ -23,7 +23,7 @@ from drumline.state.weights import load_weights, resolve_weights, weights_record
 from drumline.training.sets import Normalise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedModel(Classifier):
     """A PyTorch model in eval mode."""
 
