@@ -99,6 +99,14 @@ def test_a_model_is_printed_in_one_line(tmp_path: Path) -> None:
     assert repr(stored(tmp_path)) == "<TrainedModel resnet8: 3 classes, 24 px, cpu>"
 
 
+@pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50.a1_in1k"])
+def test_published_weights_are_not_downloaded_to_predict(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"published weights.*\n  fix: train with finetune={name} on your images"
+    ):
+        load_model(name)
+
+
 def test_predict_of_a_list_names_the_method_for_several_images(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one image, not a list\n  fix: call probabilities\(\[...\]\)"):
         stored(tmp_path).predict(["a.jpg"])  # type: ignore[arg-type]
