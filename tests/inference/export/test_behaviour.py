@@ -71,6 +71,11 @@ def test_layers_left_in_train_mode_are_named() -> None:
     assert "attention (MultiheadAttention)" in found[0].what
 
 
+def test_a_finding_inside_library_layers_blames_no_line_outside_the_model() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    assert [(each.kind, each.where) for each in watch_forward(layers, IMAGES)] == [("batch-statistics", "")]
+
+
 def test_a_value_of_a_buffer_is_not_one_of_the_data() -> None:
     class Threshold(nets.Base):
         def __init__(self) -> None:
