@@ -43,6 +43,15 @@ def test_every_public_name_is_listed_found_and_documented() -> None:
         drumline.trian  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_list_in_place_of_a_recipe_or_a_path_has_a_fix() -> None:
+    for function in (drumline.train, drumline.distill):
+        with pytest.raises(drumline.UserError, match=r"not a list\n  fix: .*Recipe\.from_args"):
+            function(["data.path=photos"])
+    for given in (["runs/photos"], drumline.Recipe()):
+        with pytest.raises(drumline.UserError, match=r"evaluate takes a path and settings, not a "):
+            drumline.evaluate(given)
+
+
 def test_no_package_hides_a_function() -> None:
     """`import drumline.X.y` makes X an attribute of drumline: no package may have the name of a function."""
     packages = {path.name for path in (ROOT / "src" / "drumline").iterdir() if path.is_dir()}

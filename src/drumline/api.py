@@ -11,6 +11,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from drumline.config.recipe import Recipe
+from drumline.core.errors import UserError
 from drumline.launch.start import start
 
 
@@ -41,7 +42,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     The model trains in this process, unless `parallel.processes` asks for more: then each one is started and
     supervised.
     """
-    return start(recipe, "train")
+    return start(_checked(recipe), "train")
 
 
 def distill(recipe: Recipe) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def distill(recipe: Recipe) -> dict[str, Any]:
     Raises:
         UserError, RuntimeError: as `train`.
     """
-    return start(recipe, "distill")
+    return start(_checked(recipe), "distill")
 
 
 def evaluate(
@@ -97,6 +98,11 @@ def evaluate(
     """
     from drumline.cli.eval import read_invocation, report_options
 
+    if not isinstance(path, str | PathLike):
+        raise UserError(
+            f"evaluate takes a path and settings, not a {type(path).__name__}",
+            'write drumline.evaluate("runs/photos", "data.batch=64")',
+        )
     invocation = read_invocation([fspath(path), *settings])
     options = replace(
         invocation.options,
@@ -105,3 +111,13 @@ def evaluate(
         confusion=fspath(confusion) or invocation.options.confusion,
     )
     return start(invocation.recipe, "eval", report_options(options))
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """The recipe itself. Rejects a list of arguments or anything else in its place."""
+    if not isinstance(recipe, Recipe):
+        raise UserError(
+            f"expected a Recipe, not a {type(recipe).__name__}",
+            "build it with drumline.Recipe.from_args([...])",
+        )
+    return recipe

@@ -59,6 +59,7 @@ def test_a_dry_run_prints_what_would_happen(capsys: pytest.CaptureFixture[str]) 
         "data.batch=5",
         "train.epochs=3",
         "model.name=resnet8",
+        "data.size=32",
         "parallel.processes=2",
     )
     assert dry(capsys, *words, "run.device=cpu").splitlines() == [
@@ -209,3 +210,27 @@ def test_what_is_frozen_and_the_rates_are_shown_and_checked(capsys: pytest.Captu
     assert "learning rates: 0.1 (18 tensors), 1 (2 tensors)" in said
     assert "did you mean layer1?" in dry(capsys, *words, "train.freeze=layr1", code=2)
     assert "freezes the whole model" in dry(capsys, *words, "train.freeze=backbone,fc", code=2)
+
+
+def test_a_cifar_network_on_photographs_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    said = dry(capsys, "data.path=photos", "model.name=resnet8x4")
+    assert (
+        "WARNING: resnet8x4 was designed for 32 px, and 224 px take 49 times as long; set data.size=64 "
+        "(or model.name=resnet18)"
+    ) in said
+    for words in (("model.name=resnet8x4", "data.size=224"), ("model.name=resnet18",)):
+        assert "designed for" not in dry(capsys, "data.path=photos", *words)
+    assert "cifar/resnet18 was designed for" in dry(capsys, "data.path=photos", "model.name=cifar/resnet18")
+    assert "designed for" not in dry(capsys, "data.source=digits", "model.name=resnet8x4")
+
+
+def test_the_rate_of_the_classifier_in_fine_tuning_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    photos()
+    file = weights("w.safetensors")
+    words = ("data.path=photos", "model.name=resnet8", f"finetune={file}", "optim.lr=0.1")
+    assert "optim.head_lr=1: the classifier is kept" in dry(capsys, *words)
+    digits = ("data.source=digits", *words[1:])
+    assert "optim.head_lr=3: the classifier is new" in dry(capsys, *digits)
+    assert "the classifier is" not in dry(capsys, *words, "optim.head_lr=2")
+    assert "nope does not exist" in dry(capsys, "data.path=nope", *words[1:], code=2)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -372,11 +372,11 @@ def test_a_recipe_built_from_its_sections_is_checked_in_the_same_way() -> None:
 
 
 def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -> None:
-    def given(*words: str) -> tuple[str, float]:
+    def given(*words: str) -> tuple[str, Any]:
         recipe = read_recipe(list(words), "train", RecipeOptions).recipe
         return recipe.model.weights, recipe.optim.head_lr
 
-    assert given("finetune=w.pth") == given("--finetune", "w.pth") == ("w.pth", 3.0)
+    assert given("finetune=w.pth") == given("--finetune", "w.pth") == ("w.pth", "auto")
     assert given("finetune=w.pth", "optim.head_lr=1") == given("optim.head_lr=1", "finetune=w.pth")
     assert given("finetune=w.pth", "optim.head_lr=1") == ("w.pth", 1.0)
     file = tmp_path / "r.toml"

@@ -95,6 +95,23 @@ def test_preprocess_gives_what_the_module_takes(tmp_path: Path) -> None:
         assert torch.equal(model.model(inputs).softmax(dim=1), model.probabilities(images))
 
 
+def test_a_model_is_printed_in_one_line(tmp_path: Path) -> None:
+    assert repr(stored(tmp_path)) == "<TrainedModel resnet8: 3 classes, 24 px, cpu>"
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50.a1_in1k"])
+def test_published_weights_are_not_downloaded_to_predict(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"published weights.*\n  fix: train with finetune={name} on your images"
+    ):
+        load_model(name)
+
+
+def test_predict_of_a_list_names_the_method_for_several_images(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"one image, not a list\n  fix: call probabilities\(\[...\]\)"):
+        stored(tmp_path).predict(["a.jpg"])  # type: ignore[arg-type]
+
+
 def test_a_run_predicts_what_it_was_scored_with(tmp_path: Path) -> None:
     recipe = Recipe(
         run=Run(dir=str(tmp_path), name="one", device="cpu"),

@@ -207,6 +207,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def nothing(): return nn.Linear(3, 3)",
         "def breaks(classes): raise RuntimeError('inside the factory')",
         "number = 3",
+        "def greedy_inside(classes, width): return nn.Linear(width, classes)",
+        "instance = nn.Linear(3, 3)",
     ]
     (tmp_path / "users_nets.py").write_text("\n".join(lines))
     (tmp_path / "needs_more.py").write_text("import a_package_that_is_not_there\n")
@@ -272,9 +274,15 @@ def test_arguments_that_load_files_are_rejected(own_module: str, key: str) -> No
             create_model(name, 4, **{key: "w"})
 
 
-def test_errors_from_a_users_factory_are_not_hidden(own_module: str) -> None:
-    with pytest.raises(RuntimeError, match="inside the factory"):
-        create_model(f"{own_module}:breaks")
+def test_errors_from_a_users_factory_are_shown_with_their_line(own_module: str) -> None:
+    what = r"the factory raised RuntimeError at users_nets\.py:11: inside the factory"
+    with pytest.raises(UserError, match=what) as caught:
+        create_model(f"{own_module}:breaks", 4)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert caught.value.fix == "correct the factory; it is called with classes=4"
+    with pytest.raises(UserError, match=r"TypeError at users_nets\.py:13: .*empty") as caught:
+        create_model(f"{own_module}:greedy_inside", 4, width="x")
+    assert caught.value.fix == "correct the factory or model.args; it is called with classes=4, width='x'"
 
 
 @pytest.mark.parametrize(
@@ -283,6 +291,11 @@ def test_errors_from_a_users_factory_are_not_hidden(own_module: str) -> None:
         ("no_such_package.nets:make", "there is no module no_such_package", "PYTHONPATH"),
         ("users_nets:our", "users_nets has nothing called our", "did you mean ours"),
         ("users_nets:number", "has number, which is not callable", "define number"),
+        (
+            "users_nets:instance",
+            "users_nets:instance is a module, not a factory",
+            "name the class or a function",
+        ),
         ("users_nets:no_model", "returned str, not a torch.nn.Module", "return the model"),
         ("users_nets:greedy", r"signature is \(classes, width\)", "default"),
         ("users_nets:nothing", r"signature is \(\)", "num_classes"),

@@ -21,6 +21,7 @@ from drumline.core.errors import UserError
 from drumline.data.classes import Classes, numbers
 from drumline.data.packed.format import PackOptions
 from drumline.data.packed.write import pack_set
+from drumline.models import create_model
 from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
@@ -267,7 +268,20 @@ def test_weights_on_their_own_bring_what_they_know(
     assert all(line in resolved for line in ("size = 8", "mean = [0.5]", "std = [0.25]", "eval_crop = 1.0"))
     save_file(knows_colours(), tmp_path / "other.safetensors")
     assert main(["eval", str(tmp_path / "other.safetensors"), data]) == 2
-    assert "does not say which model it belongs to" in capfd.readouterr().err
+    assert "does not name its model and fits no built-in model" in capfd.readouterr().err
+
+
+def test_weights_of_other_programs_are_of_the_built_in_model_that_they_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = create_model("resnet8", 3).state_dict()
+    torch.save(state, tmp_path / "sd.pth")
+    words = [f"data.path={photos(tmp_path / 'three')}", "data.workers=0", "data.size=16"]
+    assert main(["eval", str(tmp_path / "sd.pth"), *words]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["samples"] > 0
+    torch.save({key: each for key, each in state.items() if key[:3] != "fc."}, tmp_path / "nohead.pth")
+    assert main(["eval", str(tmp_path / "nohead.pth"), *words]) == 2
+    assert "2 tensors are missing (fc.weight, fc.bias)" in capfd.readouterr().err
     assert main(["eval", str(tmp_path / "nowhere")]) == 2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config.recipe import Data, Model, Recipe
+from drumline.config.recipe import Data, Model, Optim, Recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.models import create_model
@@ -17,7 +17,7 @@ from drumline.parallel.world import single_process
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import export_tensors
 from drumline.training import model as model_module
-from drumline.training.model import initial_model, resolve_model
+from drumline.training.model import choose_head_rate, initial_model, resolve_model
 
 CLASSES = Classes(("a", "b", "c"), True)
 RECORD = ModelRecord(
@@ -96,6 +96,9 @@ def test_code_that_a_record_names_is_not_chosen(tmp_path: Path) -> None:
 
 def test_weights_without_a_record_are_of_the_one_model_that_they_fit(tmp_path: Path) -> None:
     assert resolved(weights(tmp_path, None)) == {"model.name": "cifar/resnet8"}
+    backbone = {key: each for key, each in create_model("resnet8").state_dict().items() if key[:3] != "fc."}
+    torch.save(backbone, tmp_path / "nohead.pth")
+    assert resolved(str(tmp_path / "nohead.pth")) == {"model.name": "cifar/resnet8"}
     torch.save({"a.weight": torch.zeros(2, 2), "b": torch.zeros(2)}, tmp_path / "odd.pth")
     with pytest.raises(UserError, match="does not name its model and fits no built-in model"):
         resolved(str(tmp_path / "odd.pth"))
@@ -134,3 +137,34 @@ def test_weights_bring_the_arguments_of_their_model(tmp_path: Path) -> None:
     assert resolved(path, "resnet8")["model.args"] == ("stem:imagenet",)
     own = Recipe(model=Model(name="resnet8", weights=path, args=("stem:cifar",)))
     assert "model.args" not in resolve_model(own)
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "rate", "why"),
+    [
+        (("c", "a", "b"), "auto", 1.0, "the classifier is kept"),
+        (("a", "b", "d"), "auto", 3.0, "the classifier is new"),
+        (("a", "b"), "auto", 3.0, "the classifier is new"),
+        (("a", "b", "c"), 3.0, 3.0, ""),
+        (("a", "b", "d"), 1.0, 1.0, ""),
+    ],
+)
+def test_a_classifier_that_is_kept_learns_at_the_rate_of_the_rest(
+    tmp_path: Path, names: tuple[str, ...], given: Any, rate: float, why: str
+) -> None:
+    model = Model(name="resnet8", weights=weights(tmp_path))
+    recipe = Recipe(model=model, optim=Optim(head_lr=given))
+    world = single_process(torch.device("cpu"))
+    chosen, line = choose_head_rate(recipe, Classes(names, True), world)
+    assert chosen.optim.head_lr == rate
+    assert why in line
+    assert bool(line) == bool(why)
+
+
+def test_the_rate_of_a_classifier_without_a_record_depends_on_the_number_of_classes(tmp_path: Path) -> None:
+    recipe = Recipe(model=Model(name="resnet8", weights=weights(tmp_path, None)), optim=Optim(head_lr="auto"))
+    world = single_process(torch.device("cpu"))
+    for names, rate in ((("x", "y", "z"), 1.0), (("x", "y"), 3.0)):
+        assert choose_head_rate(recipe, Classes(names, True), world)[0].optim.head_lr == rate
+    scratch = replace(recipe, model=Model(name="resnet8"))
+    assert choose_head_rate(scratch, CLASSES, world)[0].optim.head_lr == 1.0

@@ -107,3 +107,63 @@ def test_one_gpu_alone_is_captured() -> None:
 
 def test_a_teacher_on_several_gpus_is_not_captured() -> None:
     assert "several GPUs" in why_not_captured(prepared(Recipe(), GPU, spans_devices=True))
+
+
+def ends_in(last: nn.Module, classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, classes), last
+    )
+
+
+def softmax(classes: int) -> nn.Module:
+    return ends_in(nn.Softmax(dim=1), classes)
+
+
+def sigmoid(classes: int) -> nn.Module:
+    return ends_in(nn.Sigmoid(), classes)
+
+
+def log_softmax(classes: int) -> nn.Module:
+    return ends_in(nn.LogSoftmax(dim=1), classes)
+
+
+def likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(logits.clamp_min(1e-9).log(), labels, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ("model.name=tests.training.test_rehearse:softmax", True),
+        ("model.name=tests.training.test_rehearse:softmax train.accumulate=2 data.mixup=0.2", True),
+        ("model.name=tests.training.test_rehearse:softmax run.strict=true run.shards=2", True),
+        ("model.name=tests.training.test_rehearse:softmax train.loss=bce", True),
+        (
+            "model.name=tests.training.test_rehearse:softmax parallel.layout=pipeline parallel.stages=2 "
+            "parallel.virtual=true",
+            True,
+        ),
+        ("model.name=tests.training.test_rehearse:sigmoid", False),
+        ("model.name=tests.training.test_rehearse:log_softmax", False),
+        (
+            "model.name=tests.training.test_rehearse:softmax train.loss=tests.training.test_rehearse:likelihood",
+            False,
+        ),
+    ],
+)
+def test_a_model_that_ends_in_a_softmax_is_a_warning(tmp_path: Path, words: str, warned: bool) -> None:
+    recipe = Recipe.from_args(
+        (
+            "data.source=tests.training.few_ranks:load",
+            "data.batch=16",
+            "train.steps=2",
+            "parallel.threads=1",
+            f"run.dir={tmp_path}",
+            "run.name=a",
+            "run.device=cpu",
+            *words.split(),
+        )
+    )
+    train(recipe, single_process(torch.device("cpu")))
+    log = (tmp_path / "a" / "log.txt").read_text()
+    assert ("WARNING: the outputs of the model are probabilities" in log) == warned

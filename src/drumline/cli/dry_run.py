@@ -183,7 +183,7 @@ class _DryRun:
 
         from drumline.data.classes import Classes
         from drumline.state.weights import resolve_weights
-        from drumline.training.model import FIELDS, build_model, initial_model
+        from drumline.training.model import FIELDS, build_model, choose_head_rate, initial_model, size_warning
         from drumline.training.state import describe_trained, freeze_and_rates
 
         name, classes, weights = self.recipe.model.name, self.recipe.model.classes, self.recipe.model.weights
@@ -192,14 +192,23 @@ class _DryRun:
         if self._is_untrusted((name,), "model.name"):
             return [f"model: {name}; not built, because that would run its code; --trust allows it"]
         messages: tuple[str, ...] = ()
+        optim = self.recipe.optim
+        if optim.head_lr == "auto":  # the data, which has the classes, could not be opened
+            optim = replace(optim, head_lr=1.0)
+        if self._sets is not None:
+            data = Classes.of(self._sets.train)
+            self.recipe, head = choose_head_rate(self.recipe, data, self._world())
+            optim, messages = self.recipe.optim, (head,) if head else ()
+            messages += tuple(size_warning(self.recipe, self._sets.transform.size))
         if weights and self._sets is not None:
-            module, messages = initial_model(self.recipe, Classes.of(self._sets.train), self._world())
+            module, loaded = initial_model(self.recipe, data, self._world())
+            messages += loaded
         else:
             count = len(self._sets.train.classes) if self._sets else 1000 if classes == "auto" else classes
             with torch.device("meta"):
                 module = build_model(self.recipe, count)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        frozen = freeze_and_rates(module, module, self.recipe.optim, self.recipe.train.freeze)
+        frozen = freeze_and_rates(module, module, optim, self.recipe.train.freeze)
         trained = describe_trained(module, self.recipe, self._plan, *frozen) if self._plan else []
         return [f"model: {name}, {parameters:,} parameters", *messages, *trained]
 

@@ -56,8 +56,8 @@ COMMAND = Command(
 
         A run brings its recipe: model, data, image size, mean and standard deviation. Weights
         that Drumline exported bring all of it except the data, from any folder. For other
-        weights give model.name and, if they differ from the defaults, data.size, data.mean
-        and data.std.
+        weights, the model is the built-in one that fits, or model.name; give data.size,
+        data.mean and data.std if they differ from the defaults.
 
         Classes are matched by name. Data that has its classes in a different order, or only
         some of them, is scored correctly; a class that the model was not trained on is an
@@ -99,7 +99,7 @@ COMMAND = Command(
   drumline eval runs/photos data.path=other        on other photographs
   drumline eval runs/photos data.path=photos/val   all images of a folder
   drumline eval best.safetensors data.path=photos  exported weights, anywhere
-  drumline eval resnet50.pth model.name=resnet50 data.path=photos
+  drumline eval resnet50.pth data.path=photos
 """,
 )
 HERE = (
@@ -229,22 +229,19 @@ def _without_the_runs_division(path: Path, invocation: Invocation[Options]) -> I
 
 
 def _reject_unknowns(path: Path, invocation: Invocation[Options]) -> None:
-    """Weights alone do not say everything that a score needs, and a default would be used silently."""
+    """Weights alone do not name the data, and code that their record names needs trust. Without a record, the model
+    is the built-in one that fits, as in training."""
     from drumline.state.folder import run_of
     from drumline.state.weights import resolve_weights, weights_record
 
     if run_of(path):
         return
     given, record = invocation.origins, weights_record(resolve_weights(path))
-    if "model.name" not in given:
-        code = record is not None and record.model
+    if record is not None and "model.name" not in given:
+        code = record.model
         raise UserError(
-            f"{path}: its model {code} runs the code of {code.partition(':')[0]}"
-            if code
-            else f"{path} does not say which model it belongs to",
-            f"if you wrote or trust that code, add model.name={code}"
-            if code
-            else "add model.name=NAME (`drumline doctor --models` lists them)",
+            f"{path}: its model {code} runs the code of {code.partition(':')[0]}",
+            f"if you wrote or trust that code, add model.name={code}",
         )
     if "data.path" not in given and "data.source" not in given:
         raise UserError(f"{path} is not part of a run, so its data is unknown", "add data.path=FOLDER")

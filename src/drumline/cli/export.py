@@ -25,8 +25,8 @@ class Options:
     format: Literal["auto", AnyFormat] = "auto"
     """Format of the file. `auto`: by the extension of `--out`, where .pt2 means pt2."""
     out: str = ""
-    """File to write. Default: the name of the run, in the current folder. An existing file is replaced once the new
-    one is verified."""
+    """File to write. Default: the name of the run with the extension of the format (.aoti.pt2 for aoti), in the
+    current folder. An existing file is replaced once the new one is verified."""
     raw: bool = False
     """Export a program that takes normalised float images (batch, 3, size, size) and returns logits, instead of
     pixels and probabilities."""

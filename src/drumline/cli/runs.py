@@ -134,14 +134,18 @@ def _wrapped(left: str, settings: str, width: int) -> list[str]:
 
 
 def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of a run. A setting that is the default is left out."""
+    """The cells of a run. Settings that the user set come before those that the run chose. A setting that is the
+    default is left out, and so is train.epochs if train.steps decides."""
     known = recipe_fields()
     own = {
         name: value
         for name, value in varied.items()
         if name not in known or _plain(known[name].default) != value
     }
-    settings = "  ".join(printable(f"{name}={_text(value)}") for name, value in own.items())
+    if run.settings and run.settings.get("train.steps"):
+        own.pop("train.epochs", None)
+    ordered = sorted(own, key=lambda name: name in run.chosen)
+    settings = "  ".join(printable(f"{name}={_text(own[name])}") for name in ordered)
     return (
         printable(run.path),
         run.state,

@@ -46,7 +46,7 @@ from drumline.core.errors import UserError, combined
 from drumline.core.text import did_you_mean, either
 
 COMMAND_LINE = "command line"
-FINETUNE: Mapping[str, Any] = MappingProxyType({"optim.head_lr": 3.0})
+FINETUNE: Mapping[str, Any] = MappingProxyType({"optim.head_lr": "auto"})
 """What `finetune=WEIGHTS` sets besides `model.weights`, unless the file or the command line does."""
 Options = TypeVar("Options")
 Read = TypeVar("Read", covariant=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,17 @@ def accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def line_of(error: BaseException) -> str:
+    """The last line of the user's own code in a traceback, as ` at file:line`; empty if there is none."""
+    ours = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+    frames = [
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if not each.filename.startswith(ours) and "site-packages" not in each.filename
+    ]
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def check_called(function: Callable[..., Any], title: str, called: str, what: str) -> None:

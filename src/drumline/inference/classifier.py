@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from drumline.core.errors import UserError
+from drumline.core.text import counted
 from drumline.data.feed.batch import crop_decoded, crop_encoded
 from drumline.data.feed.transform import Geometry, Transform, resize_array
 from drumline.data.image.decode import decode, to_rgb
@@ -39,11 +40,15 @@ class Prediction:
     """The index of the class in the model's outputs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Classifier(ABC):
     """A model with its class names and its preprocessing."""
 
     record: ModelRecord
+
+    def __repr__(self) -> str:
+        classes = counted(len(self.classes), "class", "classes")
+        return f"<{type(self).__name__} {self.record.model}: {classes}, {self.record.size} px, {self.device}>"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -66,6 +71,10 @@ class Classifier(ABC):
 
     def predict(self, image: Picture) -> Prediction:
         """The most likely class of an image."""
+        if isinstance(image, list | tuple):
+            raise UserError(
+                "predict takes one image, not a list", "call probabilities([...]) for several images"
+            )
         return self.best([self.pixels(image)])[0][0]
 
     def best(self, pixels: Sequence[NDArray[np.uint8]], top: int = 1) -> list[tuple[Prediction, ...]]:

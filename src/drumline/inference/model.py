@@ -19,11 +19,12 @@ from drumline.core.errors import UserError
 from drumline.inference.classifier import Classifier, Picture
 from drumline.inference.export.load import ExportedModel, exported_format, load_exported
 from drumline.models.registry import create_model
+from drumline.state.pretrained import is_pretrained
 from drumline.state.weights import load_weights, resolve_weights, weights_record
 from drumline.training.sets import Normalise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedModel(Classifier):
     """A PyTorch model in eval mode."""
 
@@ -79,6 +80,11 @@ def load_trained(
     path: str | PathLike[str], *, device: str | torch.device = "cpu", trust: bool = False
 ) -> TrainedModel:
     """The same for a run, a checkpoint or weights: the model is a PyTorch module."""
+    if is_pretrained(str(path)):
+        raise UserError(
+            f"{path} names published weights, which have no class names",
+            f"train with finetune={path} on your images, and give the run",
+        )
     file = resolve_weights(Path(path))
     record = weights_record(file)
     if record is None:

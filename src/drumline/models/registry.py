@@ -2,7 +2,7 @@
 
 Promises: one table holds every built-in name. A plain name is torchvision's model if it has one of that name,
 otherwise the CIFAR network; `cifar/NAME` is always the CIFAR network. Rejects an unknown name and suggests the
-nearest ones, and rejects a factory that cannot be called.
+nearest ones, and rejects a factory that cannot be called or raises an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from drumline.config.sources import names_code
 from drumline.core.errors import UserError
-from drumline.core.named import accepts, load_named, signature_of
+from drumline.core.named import accepts, line_of, load_named, signature_of
 from drumline.core.text import either, near
 from drumline.models.base import VisionModel
 from drumline.models.mobilenet import CifarMobileNetV2, MobileNetV2
@@ -96,6 +96,11 @@ def model_names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
+def is_cifar(name: str) -> bool:
+    """Whether a name means a network for 32x32 images."""
+    return _TABLE.get(name) in CIFAR.values()
+
+
 def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
     """Builds a classifier by name, with random weights and `classes` outputs.
 
@@ -103,7 +108,7 @@ def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
     `package.module:factory` for your own: a function or class that takes `classes` or `num_classes`. Further
     `arguments`, such as `drop_rate=0.1`, go to the model's factory. Weights are drawn from torch's global generator,
     so call `torch.manual_seed` first to repeat them. Raises `UserError` for an unknown name, a missing package,
-    arguments that the factory does not take, or a factory that does not return a module.
+    arguments that the factory does not take, or a factory that raises an error or returns no module.
 
         model = drumline.create_model("cifar/resnet20", classes=10)
     """
@@ -241,9 +246,21 @@ def _optional(module: str, name: str) -> Any:
 
 
 def _users_own(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
-    """The model that the user's factory returns. An error that the factory raises is passed on."""
+    """The model that the user's factory returns."""
     factory = load_named(name, "model", "(classes)", "model.name")
-    model = _built(name, partial(factory, **{_class_argument(name, factory, arguments): classes}), arguments)
+    if isinstance(factory, nn.Module):
+        raise UserError(f"{name} is a module, not a factory", "name the class or a function")
+    given = {_class_argument(name, factory, arguments): classes, **arguments}
+    try:
+        model = factory(**given)
+    except UserError:
+        raise
+    except Exception as error:  # a user's factory may raise anything
+        called = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise UserError(
+            f"model {name}: the factory raised {type(error).__name__}{line_of(error)}: {error}",
+            f"correct the factory{' or model.args' if arguments else ''}; it is called with {called}",
+        ) from error
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model {name} returned {type(model).__name__}, not a torch.nn.Module",

@@ -69,7 +69,7 @@ def load_weights(
     record = weights_record(file)
     found = unwrapped_state(read_state(file, fields), model)
     fit = _fit(found, model)
-    if not strict_head and fit.missing == [key for key in _head_keys(model) if key in model.state_dict()]:
+    if not strict_head and _lacks_only_the_head(fit, model):
         fit.head.update(dict.fromkeys(fit.missing, "it has no classifier"))
         fit.missing.clear()
     if fit.missing or fit.unexpected or fit.misshapen:
@@ -111,9 +111,9 @@ def record_of_weights(path: str | Path, fields: WeightFields | None = None) -> M
 
 
 def fitting_models(path: str | Path, fields: WeightFields | None = None) -> list[str]:
-    """The built-in models that the tensors of a file fit, with any number of classes."""
+    """The built-in models that the tensors of a file fit, with any number of classes or without a classifier."""
     state = read_state(resolve_weights(path, fields), fields)
-    return list(_fitting_names(unwrapped_state(state, nn.Identity())))
+    return list(_fitting_names(unwrapped_state(state, nn.Identity()), headless=True))
 
 
 def weights_record(file: Path) -> ModelRecord | None:
@@ -220,6 +220,11 @@ def _fit(found: State, model: nn.Module) -> _Fit:
     return fit
 
 
+def _lacks_only_the_head(fit: _Fit, model: nn.Module) -> bool:
+    """Whether the classifier is all that the file does not have."""
+    return fit.missing == [key for key in _head_keys(model) if key in model.state_dict()]
+
+
 def _shared_names(record: ModelRecord | None, classes: Classes | None) -> str:
     """A note about classes that weights and data share if each also has others."""
     shared = (
@@ -297,13 +302,14 @@ def _misfit(file: Path, found: State, model: nn.Module, fit: _Fit, fields: Weigh
     return UserError(f"{file} does not fit this {type(model).__name__}: {'; '.join(parts)}", fix=fix)
 
 
-def _fitting_names(found: State) -> Iterator[str]:
-    """Our models that the tensors fit, with any number of classes."""
+def _fitting_names(found: State, headless: bool = False) -> Iterator[str]:
+    """Our models that the tensors fit, with any number of classes; with `headless`, also without a classifier."""
     for name in (*IMAGENET, *(f"cifar/{name}" for name in CIFAR)):
         with torch.device("meta"):
             candidate = create_model(name)
         fit = _fit(found, candidate)
-        if not (fit.missing or fit.unexpected or fit.misshapen):
+        missing = fit.missing and not (headless and _lacks_only_the_head(fit, candidate))
+        if not (missing or fit.unexpected or fit.misshapen):
             yield name
 
 

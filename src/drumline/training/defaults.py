@@ -16,6 +16,7 @@ from drumline.config.fields import value_of, with_values
 from drumline.config.recipe import Recipe
 from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
+from drumline.observe.text_log import CHOSEN
 
 STEPS_PER_EPOCH = 20
 """The target of `auto` for a small set."""
@@ -45,7 +46,7 @@ def choose_defaults(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
     if not chosen:
         return recipe, ""
     start = f"starting from {recipe.model.weights}" if recipe.model.weights else "from scratch"
-    return recipe, f"chosen for {samples:,} training samples, {start}: {' '.join(chosen)}"
+    return recipe, f"{CHOSEN}{samples:,} training samples, {start}: {' '.join(chosen)}"
 
 
 def _batch(recipe: Recipe, samples: int) -> int:

@@ -26,6 +26,7 @@ from drumline.core.text import either
 from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
+from drumline.models.registry import is_cifar
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
 from drumline.state.manifest import MANIFEST
@@ -60,6 +61,25 @@ def initial_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Mo
         *report.notes,
         *_other_images(recipe.data, record),
     )
+
+
+NEW_HEAD = 3.0
+"""What `optim.head_lr = auto` means for a new classifier on trained weights: the usual rate, see `defaults.py`."""
+
+
+def choose_head_rate(recipe: Recipe, classes: Classes, world: World) -> tuple[Recipe, str]:
+    """The recipe with a number for `optim.head_lr = auto`, and a line about it; empty if the recipe has a number."""
+    if recipe.optim.head_lr != "auto":  # not chosen yet
+        return recipe, ""
+    kept = False
+    if recipe.model.weights:
+        file = shared_weights(recipe.model.weights, world)
+        module = build_model(recipe, len(classes))
+        kept = not load_weights(module, file, strict_head=False, classes=classes, fields=FIELDS).reinitialised
+    rate = NEW_HEAD if recipe.model.weights and not kept else 1.0
+    why = "is kept, because the weights have the data's classes" if kept else "is new"
+    chosen = replace(recipe, optim=replace(recipe.optim, head_lr=rate))
+    return chosen, f"optim.head_lr={rate:g}: the classifier {why}"
 
 
 DEFAULT_MODEL = "resnet18"
@@ -136,6 +156,17 @@ def _other_images(data: Data, record: ModelRecord | None) -> list[str]:
     if not (changes := record.other_images(replace(record, **theirs))):
         return []
     return [f"WARNING: images are prepared differently from those of the weights: {'; '.join(changes)}"]
+
+
+def size_warning(recipe: Recipe, size: int) -> list[str]:
+    """A warning if a CIFAR network gets images of a size that nobody chose for it."""
+    name, most = recipe.model.name, 64
+    if recipe.data.size != "auto" or size <= most or not is_cifar(name):
+        return []
+    return [
+        f"WARNING: {name} was designed for 32 px, and {size} px take {(size / 32) ** 2:.0f} times as long; set "
+        f"data.size={most} (or model.name={DEFAULT_MODEL})"
+    ]
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:

@@ -1,8 +1,8 @@
 """Tries the first step without effect before a run takes it.
 
 Promises: afterwards the run is as it was. Compiled code, gradient buckets and library workspaces exist; parameters
-without a gradient and random numbers that no seed reaches are reported; the layout has its certificate; the step is
-recorded as a CUDA graph where that is possible.
+without a gradient, random numbers that no seed reaches and a softmax before the loss are reported; the layout has its
+certificate; the step is recorded as a CUDA graph where that is possible.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from drumline.data.feed.batch import Batch, make_batch
 from drumline.data.feed.own_transform import PROBED, REPEATABLE, unrepeatable
 from drumline.data.feed.sampler import Request
 from drumline.training.certificate import certify
+from drumline.training.losses import OwnLoss
 from drumline.training.run import Run
 from drumline.training.step import NotCapturable
+from drumline.training.task import Classification
 
 
 def rehearse(run: Run, batch: Batch) -> None:
@@ -30,7 +32,7 @@ def rehearse(run: Run, batch: Batch) -> None:
     if run.recipe.train.compile:
         run.log("compiling the model; the first steps take a while")
     try:
-        with _sparse_gradients(run) as sparse:
+        with _sparse_gradients(run) as sparse, _logits(run) as logits:
             run.step.rehearse(batch)
     except RuntimeError as error:
         if sparse or "sparse" in str(error).lower():
@@ -43,6 +45,7 @@ def rehearse(run: Run, batch: Batch) -> None:
         ) from error
     _check_gradients(run)
     _check_draws(run)
+    _check_logits(run, logits)
     _check_transform(run)
     if (reference := run.strategy.reference()) is not None:
         folder = run.folder.path if run.folder else None
@@ -106,6 +109,27 @@ def _sparse_gradients(run: Run) -> Iterator[list[str]]:
             handle.remove()
 
 
+@contextmanager
+def _logits(run: Run) -> Iterator[list[torch.Tensor]]:
+    """Collects what the model gives to a loss of ours on the labels."""
+    found: list[torch.Tensor] = []
+    objective = run.task.objective
+    if not isinstance(objective, Classification) or isinstance(objective.loss, OwnLoss):
+        yield found
+        return
+    loss = objective.loss
+
+    def record(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found.append(logits.detach())
+        return loss(logits, labels)
+
+    objective.loss = record
+    try:
+        yield found
+    finally:
+        objective.loss = loss
+
+
 def _sparse_layers(module: nn.Module) -> list[str]:
     """The layers made with `sparse=True`, for FSDP, whose gradients belong to tensors other than the parameters."""
     return [
@@ -148,6 +172,19 @@ def _check_draws(run: Run) -> None:
             f"run.strict: {what}", "draw with torch.rand in its forward, or leave out --run.strict"
         )
     run.log(f"WARNING: {what}: the run cannot be repeated. Draw with torch.rand in its forward")
+
+
+def _check_logits(run: Run, logits: list[torch.Tensor]) -> None:
+    """Reports a model that returns probabilities. All processes call it."""
+    if any(run.world.all_gather_object(bool(logits) and all(map(_probabilities, logits)))):
+        run.log(
+            "WARNING: the outputs of the model are probabilities (none is negative, and each row sums to 1), but the "
+            "loss expects logits, so the model learns slowly. Remove the softmax at the end of the model"
+        )
+
+
+def _probabilities(outputs: torch.Tensor) -> bool:
+    return bool((outputs >= 0).all() and ((outputs.sum(dim=1) - 1).abs() <= 1e-4).all())
 
 
 def _check_transform(run: Run) -> None:

@@ -20,6 +20,7 @@ from drumline.config.recipe import Recipe
 from drumline.core.arithmetic import set_deterministic
 from drumline.core.heartbeat import Phase, enter
 from drumline.core.text import counted
+from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, LoaderWorkers
 from drumline.data.feed.own_transform import load_transform
@@ -41,7 +42,7 @@ from drumline.training.best import best_metric, early_stop
 from drumline.training.consistency import check_data, check_recipes, check_software
 from drumline.training.defaults import choose_defaults
 from drumline.training.metrics import Metric
-from drumline.training.model import model_record
+from drumline.training.model import choose_head_rate, model_record, size_warning
 from drumline.training.output import RunOutput
 from drumline.training.reporter import MeterReader, RunReporter
 from drumline.training.resume import FROZEN, forget_best, restore, saved_facts, threads_of
@@ -100,6 +101,7 @@ class Run:
         self.sets = open_sets(recipe, world)
         identity = check_data(self.sets, recipe.run.seed, world)
         recipe, chosen = choose_defaults(recipe, len(self.sets.train))
+        recipe, head = choose_head_rate(recipe, Classes.of(self.sets.train), world)
         self.recipe = recipe.check()
         self.plan = make_plan(recipe, len(self.sets.train))
         self.strategy = create_strategy(recipe, world)
@@ -123,7 +125,7 @@ class Run:
             self.log(message, show=False)
         for message in (
             *self._summary(threads),
-            *filter(None, [chosen]),
+            *filter(None, [chosen, head]),
             *messages,
             *self.strategy.messages(),
             *self.task.messages,
@@ -301,6 +303,7 @@ class Run:
             + f"; global batch {recipe.data.batch}, {counted(plan.total, 'step')}, {plan.per_epoch:,} per epoch"
             + (f" ({counted(left_out, 'sample')} left out, different ones each epoch)" if left_out else ""),
             *describe_trained(self.state.module, recipe, plan, self.state.frozen, self.state.factors),
+            *size_warning(recipe, sets.transform.size),
             *sets.warnings,
             *sets.sampling(recipe),
         ]

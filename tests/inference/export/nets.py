@@ -49,6 +49,23 @@ class NumpyRandom(Base):
         return x * float(np.random.uniform())
 
 
+class RandomArgument(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(x))).mean((2, 3))
+        return self.fc(x * random.random())
+
+
+class NumpyArgument(Base):
+    """The layer that receives the random number is the user's own."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.inner = Base(classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * float(np.random.uniform()))
+
+
 class Branch(Base):
     """Doubles dark images: each image by itself would do, but the branch is taken for a whole batch."""
 

@@ -21,6 +21,8 @@ IMAGES = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
         (nets.TrainMode, "batch-statistics", "x = F.relu(self.bn(self.conv(x)))"),
         (nets.Dropout, "torch-random", "return F.dropout(x)"),
         (nets.PythonRandom, "python-random", "return x * random.random()"),
+        (nets.RandomArgument, "python-random", "return self.fc(x * random.random())"),
+        (nets.NumpyArgument, "python-random", "return self.inner(x * float(np.random.uniform()))"),
         (nets.NumpyRandom, "python-random", "return x * float(np.random.uniform())"),
         (nets.Branch, "data-value", "if x.mean() > 1e6:"),
         (nets.NumpyBranch, "data-value", "if x.detach().numpy().mean() > 1e6:"),
@@ -34,6 +36,7 @@ def test_a_fault_is_found_with_its_line(net: type[nets.Base], kind: str, code: s
     found = watch_forward(model, IMAGES)
     assert (kind, code) in {(each.kind, each.code) for each in found}
     assert all(each.where.startswith("nets.py:") for each in found if each.code)
+    assert {each.code for each in found if each.kind == "python-random"} <= {code}, "no other line is blamed"
     assert not model.bn.training, "the mode is as before"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers[0])
@@ -66,6 +69,11 @@ def test_layers_left_in_train_mode_are_named() -> None:
     found = watch_forward(model, IMAGES)
     assert found[0].kind == "train-mode"
     assert "attention (MultiheadAttention)" in found[0].what
+
+
+def test_a_finding_inside_library_layers_blames_no_line_outside_the_model() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    assert [(each.kind, each.where) for each in watch_forward(layers, IMAGES)] == [("batch-statistics", "")]
 
 
 def test_a_value_of_a_buffer_is_not_one_of_the_data() -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.inference.export.load import ExportedModel
 from drumline.inference.model import load_model, load_trained
 from tests.inference.export.test_export import IMAGES, NETS, exported, one_thread, weights
+from tests.inference.export.test_verify import MODEL
 
 assert one_thread  # a fixture that is used by every test here
 
@@ -37,7 +39,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_package_predicts_what_the_model_predicts(package: Path) -> None:
     model = load_trained(package.with_name("w.safetensors"), trust=True)
     wanted = model.probabilities(IMAGES)
-    assert torch.allclose(load_model(package, trust=True).probabilities(IMAGES), wanted, atol=1e-6)
+    loaded = load_model(package, trust=True)
+    assert torch.allclose(loaded.probabilities(IMAGES), wanted, atol=1e-6)
+    assert isinstance(loaded, ExportedModel)
+    assert not loaded.program(torch.zeros(2, MODEL.size, MODEL.size, 3, dtype=torch.uint8)).requires_grad
 
 
 @pytest.fixture(scope="module")

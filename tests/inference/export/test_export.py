@@ -157,6 +157,15 @@ def test_a_trace_that_keeps_one_side_of_a_branch_is_rejected(tmp_path: Path) -> 
     assert script["verdict"] == "ok", "a script keeps both sides"
 
 
+def test_a_fix_by_how_script_is_not_given_where_it_cannot_work(tmp_path: Path) -> None:
+    for how in ("trace", "script"):
+        error = rejected(weights(tmp_path, f"{NETS}:BatchMaximum"), "torchscript", how=how)
+        assert (error.code, "--how script" in error.fix) == ("unstable", False)
+    error = rejected(weights(tmp_path, "resnet8"), "torchscript", how="script")
+    assert "cannot compile the source of resnet8, a built-in model" in error.what
+    assert "use --how trace" in error.fix
+
+
 def test_measurement_alone_finds_faults_that_nobody_saw_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +175,17 @@ def test_measurement_alone_finds_faults_that_nobody_saw_before(
     monkeypatch.setattr(export, "_floor", lambda *_: export.verify.Difference())
     for net, code in (("Dropout", "torch-random"), ("PythonRandom", "mismatch")):
         assert rejected(weights(tmp_path, f"{NETS}:{net}"), "torchscript").code == code
+
+
+@pytest.mark.parametrize("kind", ["pt2", "torchscript"])
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_outputs_of_a_file_do_not_require_grad(kind: str, raw: bool, tmp_path: Path) -> None:
+    file = exported(weights(tmp_path, "resnet8"), kind, raw=raw)["file"]
+    program = torch.export.load(file).module() if kind == "pt2" else torch.jit.load(file)
+    pixels = torch.zeros(2, MODEL.size, MODEL.size, 3, dtype=torch.uint8)
+    inputs = pixels.permute(0, 3, 1, 2).float() if raw else pixels
+    assert program(inputs).numpy().shape == (2, 3)
+    assert not any(each.requires_grad for each in program.parameters())
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
@@ -328,6 +348,15 @@ def test_what_cannot_be_exported_is_an_error_before_any_work(
     with pytest.raises(UserError, match="needs onnxscript, which is not installed") as caught:
         export_model(model, "onnx", tmp_path / "a.onnx")
     assert "pip install" in caught.value.fix
+
+
+def test_formats_have_different_names_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {kind: export.output_file(tmp_path / "photos", kind) for kind in export.ENDINGS}
+    assert len(set(files.values())) == len(files)
+    assert files["aoti"] == tmp_path / "photos.aoti.pt2"
+    assert files["pt2"] == tmp_path / "photos.pt2"
+    assert export.output_file(tmp_path / "photos", "aoti", "a.pt2").name == "a.pt2"
 
 
 def test_a_run_is_exported_with_its_own_images_and_its_averaged_weights(

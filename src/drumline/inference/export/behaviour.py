@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import os
 import random
 import sys
 import sysconfig
@@ -166,6 +167,12 @@ def _python_random(found: dict[Finding, None]) -> Iterator[None]:
         where, code = _source(frame, line)
         found.setdefault(Finding("python-random", what, where, code))
 
+    def compare(frame: FrameType, line: int) -> None:
+        nonlocal state
+        if (now := _generators()) != state:
+            state = now
+            note("draws random numbers from Python or NumPy", frame, line)
+
     def profile(frame: FrameType, event: str, value: Any) -> None:
         owner = getattr(value, "__self__", None) if event == "c_call" else None
         called = event == "call" and frame.f_code.co_filename == random.__file__
@@ -178,15 +185,18 @@ def _python_random(found: dict[Finding, None]) -> Iterator[None]:
             note("reads the clock", caller, caller.f_lineno)
 
     def trace(frame: FrameType, event: str, value: Any) -> Any:
-        if is_library(frame.f_code.co_filename):
+        if _is_skipped(frame):
             return None
+        caller = frame.f_back
+        while caller is not None and _is_skipped(caller):
+            caller = caller.f_back
+        if caller is not None:  # it may have drawn for an argument of this call
+            compare(caller, caller.f_lineno)
         last = frame.f_lineno
 
         def step(frame: FrameType, event: str, value: Any) -> Any:
-            nonlocal state, last
-            if (now := _generators()) != state:
-                state = now
-                note("draws random numbers from Python or NumPy", frame, last)
+            nonlocal last
+            compare(frame, last)
             last = frame.f_lineno
             return step
 
@@ -236,14 +246,20 @@ def is_library(file: str) -> bool:
     return own or file.startswith(_SKIPPED[0])
 
 
+def _is_skipped(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_SKIPPED) or is_library(file)
+
+
 _STANDARD = sysconfig.get_path("stdlib")
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_SKIPPED = (str(Path(torch.__file__).parent), f"{Path(__file__).parents[2]}{os.sep}")
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:
-    """The innermost line outside torch and outside this package, as `file:line` and its source."""
+    """The innermost line of the model outside torch and Drumline, as `file:line` and its source; empty if there is
+    none."""
     while frame is not None and (frame.f_code.co_filename.startswith((*_SKIPPED, "<"))):
-        frame = frame.f_back
+        frame = frame.f_back if frame.f_code is not watch_forward.__code__ else None
     return _source(frame, frame.f_lineno) if frame is not None else ("", "")
 
 

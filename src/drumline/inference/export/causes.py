@@ -29,13 +29,18 @@ NEVER: tuple[Kind, ...] = ("train-mode", "batch-statistics", "torch-random", "py
 """The kinds that no format can reproduce."""
 
 
-def reject_behaviour(findings: Sequence[Finding], kind: str, how: str) -> None:
-    """Rejects a model before the export because of findings in its forward pass."""
+def reject_behaviour(findings: Sequence[Finding]) -> None:
+    """Rejects a model that no format can reproduce because of findings in its forward pass."""
     never = [each for each in findings if each.kind in NEVER]
     if never:
         # A line of source is more useful than the name of a layer.
         first = next((each for each in never if each.where), never[0])
         raise UserError(_listed(never), FIXES[first.kind], first.kind)
+
+
+def reject_branches(findings: Sequence[Finding], kind: str, how: str) -> None:
+    """Rejects branches on data that a trace would leave out. For a model that is reproducible: a script can keep
+    them."""
     baked = [each for each in findings if each.kind == "data-value"]
     if baked and kind == "torchscript" and how == "trace":
         raise UserError(
@@ -248,6 +253,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _short(error: BaseException) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = first.removesuffix(" at")  # as TorchScript's messages, which go on with an excerpt of the source
     return f"{type(error).__name__}: {first[:240]}" if first else type(error).__name__
 
 

@@ -39,6 +39,7 @@ from drumline.inference.export.record import (
 from drumline.inference.export.samples import Samples, verification_samples
 from drumline.inference.export.write import Program, check_needs, compile_program
 from drumline.inference.model import TrainedModel, load_trained
+from drumline.models.base import VisionModel
 from drumline.parallel.process_group import resolve_device_type
 from drumline.state.folder import run_of
 from drumline.state.weights import export_tensors
@@ -67,7 +68,8 @@ def export_model(
     Args:
         model: A run folder, a checkpoint or weights.
         format: `pt2`, `onnx`, `aoti`, `torchscript` or `safetensors`.
-        out: The file to write. Default: the name of the run, in the current folder.
+        out: The file to write. Default: the name of the run with the extension of the format (`.aoti.pt2` for aoti),
+            in the current folder.
         raw: The file takes normalised images and returns logits, instead of pixels and probabilities.
         how: `trace` or `script`, for torchscript.
         weights: `average` or `model`: the averaged (`train.ema`) or the trained weights of the newest checkpoint.
@@ -98,6 +100,11 @@ def export_model(
     resolve_device_type(device, "device")
     chosen = weights_path(path, weights)
     original = load_trained(chosen, device=device, trust=trust)
+    if how == "script" and isinstance(original.model, VisionModel):
+        raise UserError(
+            f"--how script: TorchScript cannot compile the source of {original.record.model}, a built-in model",
+            "use --how trace: built-in models have no branches on data",
+        )
     found = verification_samples(path, original.record.classes, images, samples, trust)
     # In the same folder, so that renaming is atomic. Some writers require the final extension.
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.", suffix=".tmp", dir=file.parent) as folder:
@@ -118,7 +125,8 @@ def export_model(
 
 
 def output_file(model: Path, kind: AnyFormat, given: str = "") -> Path:
-    """The file that is written: `--out`, or the name of the run or the weights in the current folder."""
+    """The file that is written: `--out`, or in the current folder the name of the run or the weights, different for
+    each format."""
     ending = ENDINGS[kind]
     if given:
         out = Path(given).expanduser().resolve()
@@ -131,7 +139,8 @@ def output_file(model: Path, kind: AnyFormat, given: str = "") -> Path:
         path = model.absolute()
         name = path.stem if path.is_file() else path.name
         named = run_of(path) if path.exists() else None
-        out = Path.cwd() / f"{named.name if named else name}{ending}"
+        apart = ".aoti" if kind == "aoti" else ""  # pt2 has the same extension
+        out = Path.cwd() / f"{named.name if named else name}{apart}{ending}"
     if out.exists() and model.is_file() and out.samefile(model):
         raise UserError(f"{out} is the model itself", "give a different file with --out")
     return out
@@ -178,10 +187,12 @@ def _write_program(
 ) -> dict[str, Any]:
     pixels = verify.first_pixels(original, samples.samples)
     findings = _watched(original, pixels)
-    causes.reject_behaviour(findings, kind, how)
+    causes.reject_behaviour(findings)
     floor = _floor(original, pixels, findings)
+    causes.reject_branches(findings, kind, how)
     takes: Takes = "normalised" if raw else "pixels"
-    module = (original.model if raw else FromPixels(original)).eval()
+    # Nobody else has this model: `export_model` loads it. A caller of the file needs no gradients of its weights.
+    module = (original.model if raw else FromPixels(original)).eval().requires_grad_(False)
     example = pixels[torch.arange(verify.EXAMPLE_BATCH) % len(pixels)].to(original.device)
     example = original.normalised(example) if raw else example
     for _ in progress([kind], f"compiling for {kind}", 1):

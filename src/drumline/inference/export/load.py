@@ -49,7 +49,7 @@ TITLES: dict[Format, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExportedModel(Classifier):
     """An exported file, ready to predict."""
 
