@@ -155,22 +155,22 @@ def test_only_settings_that_differ_are_listed() -> None:
     assert lines[2].endswith("optim.momentum=0.8  new.field=1")
 
 
-def test_settings_of_the_user_come_before_those_that_the_run_chose(tmp_path: Path) -> None:
-    recipe = (
-        '[model]\nweights = "{}"\n[data]\nsize = {}\n[optim]\nlr = {}\nhead_lr = {}\n[train]\nepochs = {}\n'
-    )
-    line = "2026-01-02 10:00:00  chosen for 99 training samples, starting from a: b: train.epochs=27 optim.lr=0.017\n"
-    run_folder(tmp_path / "a", START + line, recipe=recipe.format("a: b", 128, 0.017, 2.0, 27.0))
-    run_folder(tmp_path / "b", START + line, recipe=recipe.format("", 64, 0.5, 3.0, 27.0) + "steps = 9\n")
-    runs = find_runs([tmp_path])
-    _, one, two = table(runs, differences(runs), 1 << 16)
-    assert one.endswith("  model.weights=a: b  optim.head_lr=2  data.size=128  optim.lr=0.017")
-    assert two.endswith("  data.size=64  optim.lr=0.5  optim.head_lr=3  train.steps=9")
-    (tmp_path / "b" / "recipe.toml").write_text(recipe.format("", 64, 0.5, 3.0, 55.0) + "steps = 9\n")
-    runs = find_runs([tmp_path])
-    _, one, two = table(runs, differences(runs), 1 << 16)
-    assert one.endswith("  optim.lr=0.017  train.epochs=27")
-    assert "train.epochs" not in two, "train.steps decides"
+def test_settings_that_a_run_may_choose_come_last_and_steps_hide_epochs() -> None:
+    both = {
+        "optim.lr": 0.017,
+        "train.epochs": 27.0,
+        "data.mean": [0.5],
+        "model.weights": "a",
+        "train.steps": 0,
+    }
+    runs = [
+        RunSummary("a", "finished", settings=both),
+        RunSummary("b", "finished", settings=both | {"train.steps": 9}),
+    ]
+    varied = [dict(run.settings or {}) for run in runs]
+    _, one, two = table(runs, varied, 1 << 16)
+    assert one.endswith("  model.weights=a  optim.lr=0.017  train.epochs=27  data.mean=0.5")
+    assert two.endswith("  model.weights=a  train.steps=9  optim.lr=0.017  data.mean=0.5"), "steps decide"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100])

@@ -17,6 +17,7 @@ from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
 from drumline.core.text import duration, loss_text, print_result, printable
 from drumline.observe.runs import RunSummary, differences, find_runs, repeats, statistics_of
+from drumline.training.defaults import CHOICES
 from drumline.training.metrics import METRICS
 
 
@@ -134,8 +135,8 @@ def _wrapped(left: str, settings: str, width: int) -> list[str]:
 
 
 def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of a run. Settings that the user set come before those that the run chose. A setting that is the
-    default is left out, and so is train.epochs if train.steps decides."""
+    """The cells of a run. Settings that a run may choose itself come last. A setting that is the default is left out,
+    and so is train.epochs if train.steps decides."""
     known = recipe_fields()
     own = {
         name: value
@@ -144,7 +145,7 @@ def _row(run: RunSummary, varied: Mapping[str, Any]) -> tuple[str, ...]:
     }
     if run.settings and run.settings.get("train.steps"):
         own.pop("train.epochs", None)
-    ordered = sorted(own, key=lambda name: name in run.chosen)
+    ordered = sorted(own, key=lambda name: name in CHOICES or name in ("data.mean", "data.std"))
     settings = "  ".join(printable(f"{name}={_text(own[name])}") for name in ordered)
     return (
         printable(run.path),

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drumline.config.toml import flat_recipe, short_literal
+from drumline.config.toml import flat_recipe
 from drumline.core import lock
 from drumline.core.files import CorruptError, read_small
 from drumline.observe.run_log import METRICS
-from drumline.observe.text_log import CHOSEN, FAILED, FINISHED, LOG, STARTED, STOPPED
-from drumline.state.model_record import PREPARED
+from drumline.observe.text_log import FAILED, FINISHED, LOG, STARTED, STOPPED
 
 _MAX_BYTES = 1 << 28
 _ENDS = {FINISHED: "finished", STOPPED: "stopped", FAILED: "failed"}
@@ -54,8 +53,6 @@ class RunSummary:
     best_epoch: float | None = None
     settings: Mapping[str, Any] | None = field(default_factory=dict)
     """Its recipe: dotted names and values. None if recipe.toml is missing or damaged."""
-    chosen: tuple[str, ...] = ()
-    """The settings whose values the run chose itself, or took from its weights."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
@@ -101,7 +98,6 @@ def summarize(path: Path) -> RunSummary:
         value if metric == "top1" else None,
         best.get("epoch"),
         settings,
-        _chosen(text, settings or {}),
     )
 
 
@@ -186,22 +182,6 @@ def _sections(text: str) -> tuple[float, float, str]:
         state = next((name for opening, name in _ENDS.items() if message.startswith(opening)), state)
         last = now
     return began, seconds if math.isnan(first) else seconds + last - first, state
-
-
-def _chosen(text: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings that the log lists as chosen, with the values that they still have, and with trained weights those
-    that prepare images."""
-    words = set[str]()
-    for line in text.splitlines():
-        message = line.partition("  ")[2]
-        if message.startswith(CHOSEN):
-            words.update(message.rpartition(": ")[2].split(" "))
-    prepared = [f"data.{name}" for name in PREPARED] if settings.get("model.weights") else []
-    return tuple(
-        name
-        for name, value in settings.items()
-        if name in prepared or f"{name}={short_literal(value)}" in words
-    )
 
 
 def _settings(path: Path) -> dict[str, Any] | None:

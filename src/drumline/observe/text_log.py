@@ -20,8 +20,6 @@ from drumline.core.text import message, wrapped
 LOG = "log.txt"
 STARTED = "started: "
 FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
-CHOSEN = "chosen for "
-"""Begins the line that ends with the settings that the run chose, `name=value name=value`."""
 """Prefixes of the lines that open and close the log of a process."""
 
 

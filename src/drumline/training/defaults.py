@@ -16,7 +16,6 @@ from drumline.config.fields import value_of, with_values
 from drumline.config.recipe import Recipe
 from drumline.config.toml import short_literal
 from drumline.core.errors import UserError
-from drumline.observe.text_log import CHOSEN
 
 STEPS_PER_EPOCH = 20
 """The target of `auto` for a small set."""
@@ -37,7 +36,7 @@ def choose_defaults(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
     """The recipe with a number for each `auto` of the fields above, and a line that lists them; empty if there are
     none."""
     chosen = []
-    for name, choose in _CHOICES.items():
+    for name, choose in CHOICES.items():
         if value_of(recipe, name) == "auto":
             value = choose(recipe, samples)
             recipe = with_values(recipe, {name: value})
@@ -46,7 +45,7 @@ def choose_defaults(recipe: Recipe, samples: int) -> tuple[Recipe, str]:
     if not chosen:
         return recipe, ""
     start = f"starting from {recipe.model.weights}" if recipe.model.weights else "from scratch"
-    return recipe, f"{CHOSEN}{samples:,} training samples, {start}: {' '.join(chosen)}"
+    return recipe, f"chosen for {samples:,} training samples, {start}: {' '.join(chosen)}"
 
 
 def _batch(recipe: Recipe, samples: int) -> int:
@@ -84,7 +83,7 @@ def _warmup(recipe: Recipe, samples: int) -> float:
     return float(f"{WARMUP * epochs:.2g}")
 
 
-_CHOICES: dict[str, Callable[[Recipe, int], Any]] = {
+CHOICES: dict[str, Callable[[Recipe, int], Any]] = {
     "data.batch": _batch,
     "train.epochs": _epochs,
     "optim.lr": _rate,
