@@ -82,7 +82,7 @@ def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[st
 
 def test_a_run_that_would_be_resumed_shows_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     saved("x")
-    said = dry(capsys, "run.name=x", "checkpoint.resume=auto")
+    said = dry(capsys, "run.name=x", "checkpoint.resume=auto", "data.batch=143")
     assert "run folder: runs/x, resumed from runs/x/checkpoints/step-30\n" in said
     said = dry(capsys, "run.name=y", "checkpoint.resume=auto")
     assert "run folder: runs/y (new)\n" in said
@@ -97,6 +97,14 @@ def test_a_run_that_would_be_resumed_shows_its_checkpoint(capsys: pytest.Capture
         (("model.name=resnet19",), ("model.name: there is no model 'resnet19'", "did you mean resnet18")),
         (("model.weights=gone.pt",), ("model.weights = gone.pt: no such file or folder",)),
         (("run.name=x",), ("run.name = x: runs/x already holds a run", "--checkpoint.resume auto")),
+        (
+            ("run.name=x", "checkpoint.resume=auto", "data.batch=287"),
+            ("step-30 has 10 steps per epoch, this recipe has 5", "(data.batch) the run was started with"),
+        ),
+        (
+            ("run.name=y", "checkpoint.resume=runs/x", "data.batch=143", "train.epochs=2"),
+            ("step-30 is at step 30, the recipe ends at 20", "raise train.epochs"),
+        ),
         (("checkpoint.resume=runs/gone",), ("checkpoint.resume = runs/gone", "does not exist")),
         (("run.dir=file/runs",), ("run.dir = file/runs", "is not a folder")),
         (("data.path=nowhere", "model.weights=gone.pt"), ("nowhere does not exist", "gone.pt: no such file")),
