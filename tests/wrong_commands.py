@@ -63,6 +63,12 @@ WRONG_COMMANDS = [
     _line("Lightning's epochs", "trainer.max_epochs=3", "did you mean train.epochs=3?"),
     _line("Lightning's epochs, bare", "--max-epochs 3", "did you mean --train.epochs 3?"),
     _line("three meanings", "train.name=x", "did you mean run.name=x, model.name=x or optim.name=x?"),
+    _line("timm's weights", "model.pretrained=true", "finetune=torchvision:NAME or finetune=timm:NAME"),
+    _line("timm's weights as a flag", "--pretrained", "finetune=torchvision:NAME or finetune=timm:NAME"),
+    _line("weights from elsewhere", "pretrained=a.pt", "did you mean model.weights=a.pt?"),
+    _line("timm's half precision", "train.amp=true", "did you mean train.precision=bf16?"),
+    _line("timm's half precision as a flag", "--amp", "did you mean train.precision=bf16?"),
+    _line("resume without a run", "--resume", "to continue a run: drumline resume RUN"),
     # Values on the command line.
     _line(
         "empty path", "data.path=", "data.path=: the value is empty", "shell variable", "data.source=digits"
@@ -88,6 +94,9 @@ WRONG_COMMANDS = [
     _line("text for strengths", "--data.jitter strong", "a list of numbers", "--data.jitter 0.4 0.4 0.4 0.1"),
     _line("fraction in a list", "data.randaugment=2,9.5", "a list of whole numbers", "data.randaugment=2,9"),
     _line("singular for a choice", "data.pool=thread", "auto, threads, processes", "did you mean threads?"),
+    _line("RandAugment", "data.augment=randaugment", "did you mean data.randaugment=2,9?"),
+    _line("a dot for a colon", "model.name=nets.Branch", "did you mean nets:Branch?"),
+    _line("an optimizer of torch", "optim.name=adam", "did you mean adamw or torch.optim:Adam?"),
     _line("half a choice", "--data.resize pillow", "pillow12, pillow13", "did you mean pillow1"),
     _line("misspelt filter", "data.interpolation=bicubik", "bilinear, bicubic", "did you mean bicubic?"),
     _line("gpu for cuda", "run.device=gpu", "run.device=gpu", "did you mean cuda?"),
@@ -139,7 +148,12 @@ WRONG_COMMANDS = [
     _file("true for a count", "[data]\nbatch = true\n", "recipe.toml:2: data.batch = true", "a whole number"),
     _file("1 for a switch", "[train]\ncompile = 1\n", "recipe.toml:2", "true or false", "compile = true"),
     _file("infinite", "[optim]\nlr = inf\n", "recipe.toml:2: optim.lr = inf", "expected a number"),
-    _file("wrong choice in the file", '[optim]\nname = "adam"\n', "recipe.toml:2", "did you mean adamw?"),
+    _file(
+        "wrong choice in the file",
+        '[optim]\nname = "adam"\n',
+        "recipe.toml:2",
+        "did you mean adamw or torch.optim:Adam?",
+    ),
     _file("list too short", "[optim]\nbetas = [0.9]\n", "recipe.toml:2", "a list of 2 numbers"),
     _file("text for a list", '[data]\njitter = "0.4,0.4,0.4,0.1"\n', "recipe.toml:2", "a list of numbers"),
     _file("number for a list", "[data]\nmean = 0.5\n", "recipe.toml:2", "write mean = [0.5]"),

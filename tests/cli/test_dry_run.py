@@ -96,6 +96,10 @@ def test_a_run_that_would_be_resumed_shows_its_checkpoint(capsys: pytest.Capture
         (("data.batch=5000",), ("data.batch = 5000: the training set has only 1438 samples",)),
         (("model.name=resnet19",), ("model.name: there is no model 'resnet19'", "did you mean resnet18")),
         (("model.weights=gone.pt",), ("model.weights = gone.pt: no such file or folder",)),
+        (
+            ("finetune=resnet50",),
+            ("= resnet50: no such file or folder", "did you mean torchvision:resnet50?"),
+        ),
         (("run.name=x",), ("run.name = x: runs/x already holds a run", "--checkpoint.resume auto")),
         (
             ("run.name=x", "checkpoint.resume=auto", "data.batch=287"),
