@@ -67,6 +67,7 @@ WARNINGS = (
     "repeated-row",
     "left-out",
     "unlisted",
+    "case",
     "incomplete",
     "scattered",
     "missing-shard",
