@@ -71,6 +71,12 @@ def test_a_dry_run_prints_what_would_happen(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+def test_data_that_is_not_chosen_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "data.path is not set, so the data is the embedded digits; to use your own, set data.path=FOLDER\n"
+    assert line in dry(capsys, "model.name=resnet8")
+    assert line not in dry(capsys, "model.name=resnet8", "data.source=digits")
+
+
 def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     Path("r.toml").write_text("[optim]\nlr = 0.5\n")
     for words in (["r.toml", "optim.lr=0.25"], ["again.toml"]):

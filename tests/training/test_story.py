@@ -25,7 +25,7 @@ from tests.training import tiny
 pytestmark = pytest.mark.slow
 
 BASE = Recipe(
-    data=Data(batch=359),  # 4 steps an epoch
+    data=Data(source="digits", batch=359),  # 4 steps an epoch
     model=Model(name="resnet8"),
     train=Train(epochs=3, eval_every=2),
     checkpoint=Checkpoint(every_epochs=0),
