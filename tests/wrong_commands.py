@@ -75,6 +75,7 @@ WRONG_COMMANDS = [
     ),
     _line("empty name", "run.name=", "run.name=: the value is empty", "give a name or auto"),
     _line("an example without a fraction", "train.epochs=x", "for example train.epochs=10"),
+    _line("a negative length", "train.epochs=-1", "give at least 0; above 0 unless train.steps is set"),
     _line("a side of thousands", "data.size=99999", "data.size=99999: too large", "give at most 8276"),
     _line("text for a number", "--optim.lr fast", "--optim.lr fast", "expected a number", "fix: for example"),
     _line("text for a number, assigned", "optim.lr=fast", "optim.lr=fast", "for example optim.lr=0.1"),

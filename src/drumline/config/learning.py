@@ -221,7 +221,7 @@ class Optim:
 class Train:
     """How long to train, and in which arithmetic."""
 
-    epochs: Annotated[ResolvedFloat, Range(0, example=10.0)] = AUTO
+    epochs: Annotated[ResolvedFloat, Range(0, hint="above 0 unless train.steps is set", example=10.0)] = AUTO
     """Passes over the training data. Ignored if `steps` is set. `auto`: 30 to 80 from scratch, 5 to 20 if the run
     starts from `model.weights`; more for fewer training samples."""
     steps: Annotated[int, Range(0)] = 0
