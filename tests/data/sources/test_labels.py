@@ -284,7 +284,8 @@ def test_what_is_left_out_is_reported(root: Path) -> None:
         ("path,label\na.jpg\n", "line 2: has 1 fields"),
         ('path,label\n"a.jpg,cat\n', "is not valid CSV"),
         ("path,label\n", "has no rows"),
-        ("", "has no column of paths; its first line is: empty"),
+        ("", "labels.csv is empty"),
+        ("\n\n", "labels.csv is empty"),
     ],
 )
 def test_unclear_files_are_rejected_with_the_line(root: Path, text: str, words: str) -> None:
