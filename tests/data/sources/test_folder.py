@@ -155,6 +155,7 @@ def test_a_label_file_beside_folders_that_are_not_its_classes_is_suggested(tmp_p
 
 def test_hidden_files_and_folders_are_ignored(tmp_path):
     put(tmp_path, "a/1.png", "a/._1.png", "a/.cache/2.png", ".git/3.png", ".DS_Store", "README.txt")
+    put(tmp_path, "__MACOSX/a/._1.png", "__MACOSX/a/2.png")
     assert [where for where, _ in listing(opened(tmp_path))] == [f"{tmp_path}/a/1.png"]
 
 

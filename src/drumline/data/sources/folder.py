@@ -295,6 +295,11 @@ def _walk(top: str, unknown: Counter[str]) -> Iterator[tuple[str, list[str]]]:
         yield folder, sorted(images)
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is left out by its name: a hidden one, or what macOS adds to its archives."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def file_ending(name: str) -> str:
     """The ending of a file's name, or the name if it has none."""
     return Path(name).suffix.lower() or name
@@ -304,7 +309,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     """What a folder holds, without hidden entries."""
     try:
         with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
+            return [entry for entry in entries if not is_hidden(entry.name)]
     except OSError as error:
         if isinstance(error, NotADirectoryError):
             raise UserError(
