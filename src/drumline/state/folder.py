@@ -234,7 +234,7 @@ def auto_stem(source: str, path: str, model: str) -> str:
     return "".join(sign if sign.isprintable() and sign not in "/:\\ " else "-" for sign in stem)
 
 
-_CONTAINERS = (".npz", ".tar", ".packed")
+_CONTAINERS = (".npz", ".tar", ".packed", ".csv", ".tsv", ".parquet")
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
