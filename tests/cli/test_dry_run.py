@@ -77,6 +77,13 @@ def test_data_that_is_not_chosen_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert line not in dry(capsys, "model.name=resnet8", "data.source=digits")
 
 
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_modules_that_are_never_unfrozen_are_named(epoch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model.name=resnet8", "train.epochs=3", "train.freeze=stem", f"train.unfreeze_epoch={epoch}")
+    warning = "train.unfreeze_epoch=3 has no effect because the run ends after 3 epochs: give a smaller one"
+    assert (warning in dry(capsys, *words)) == (epoch == 3)
+
+
 def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     Path("r.toml").write_text("[optim]\nlr = 0.5\n")
     for words in (["r.toml", "optim.lr=0.25"], ["again.toml"]):
