@@ -69,6 +69,13 @@ WRONG_COMMANDS = [
     _line("timm's half precision", "train.amp=true", "did you mean train.precision=bf16?"),
     _line("timm's half precision as a flag", "--amp", "did you mean train.precision=bf16?"),
     _line("resume without a run", "--resume", "to continue a run: drumline resume RUN"),
+    _line("resume without its run", "--resume last", "to continue a run: drumline resume RUN"),
+    WrongCommand(
+        "resume as a flag",
+        ("--resume", "runs/a"),
+        ("to continue a run: drumline resume runs/a",),
+        {"runs/a/": ""},
+    ),
     # Values on the command line.
     _line(
         "empty path", "data.path=", "data.path=: the value is empty", "shell variable", "data.source=digits"

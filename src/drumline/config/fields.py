@@ -274,7 +274,7 @@ ELSEWHERE = {
 
 SWITCHES = {
     "pretrained": "to start from published weights, give {weights}=torchvision:NAME or {weights}=timm:NAME",
-    "resume": "to continue a run: drumline resume RUN",
+    "resume": "to continue a run: drumline resume {run}",
     **dict.fromkeys(("amp", "bf16"), "did you mean train.precision=bf16?"),
     **dict.fromkeys(("fp16", "half"), "did you mean train.precision=fp16?"),
 }
