@@ -72,6 +72,19 @@ def test_a_dry_run_prints_what_would_happen(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+def test_data_that_is_not_chosen_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "data.path is not set, so the data is the embedded digits; to use your own, set data.path=FOLDER\n"
+    assert line in dry(capsys, "model.name=resnet8")
+    assert line not in dry(capsys, "model.name=resnet8", "data.source=digits")
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_modules_that_are_never_unfrozen_are_named(epoch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model.name=resnet8", "train.epochs=3", "train.freeze=stem", f"train.unfreeze_epoch={epoch}")
+    warning = "train.unfreeze_epoch=3 has no effect because the run ends after 3 epochs: give a smaller one"
+    assert (warning in dry(capsys, *words)) == (epoch == 3)
+
+
 def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     Path("r.toml").write_text("[optim]\nlr = 0.5\n")
     for words in (["r.toml", "optim.lr=0.25"], ["again.toml"]):
@@ -83,7 +96,7 @@ def test_the_recipe_that_is_printed_is_a_recipe(capsys: pytest.CaptureFixture[st
 
 def test_a_run_that_would_be_resumed_shows_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     saved("x")
-    said = dry(capsys, "run.name=x", "checkpoint.resume=auto")
+    said = dry(capsys, "run.name=x", "checkpoint.resume=auto", "data.batch=143")
     assert "run folder: runs/x, resumed from runs/x/checkpoints/step-30\n" in said
     said = dry(capsys, "run.name=y", "checkpoint.resume=auto")
     assert "run folder: runs/y (new)\n" in said
@@ -97,7 +110,19 @@ def test_a_run_that_would_be_resumed_shows_its_checkpoint(capsys: pytest.Capture
         (("data.batch=5000",), ("data.batch = 5000: the training set has only 1438 samples",)),
         (("model.name=resnet19",), ("model.name: there is no model 'resnet19'", "did you mean resnet18")),
         (("model.weights=gone.pt",), ("model.weights = gone.pt: no such file or folder",)),
+        (
+            ("finetune=resnet50",),
+            ("= resnet50: no such file or folder", "did you mean torchvision:resnet50?"),
+        ),
         (("run.name=x",), ("run.name = x: runs/x already holds a run", "--checkpoint.resume auto")),
+        (
+            ("run.name=x", "checkpoint.resume=auto", "data.batch=287"),
+            ("step-30 has 10 steps per epoch, this recipe has 5", "(data.batch) the run was started with"),
+        ),
+        (
+            ("run.name=y", "checkpoint.resume=runs/x", "data.batch=143", "train.epochs=2"),
+            ("step-30 is at step 30, the recipe ends at 20", "raise train.epochs"),
+        ),
         (("checkpoint.resume=runs/gone",), ("checkpoint.resume = runs/gone", "does not exist")),
         (("run.dir=file/runs",), ("run.dir = file/runs", "is not a folder")),
         (("data.path=nowhere", "model.weights=gone.pt"), ("nowhere does not exist", "gone.pt: no such file")),

@@ -140,6 +140,17 @@ def test_json_has_a_row_for_each_image(model: str, photos: Path, capsys: pytest.
     assert "not an image in a supported format" in str(rows[1]["error"])
 
 
+def test_a_zip_archive_has_to_be_unpacked(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new.ZIP").write_bytes(b"PK\x03\x04")
+    assert main(["predict", model, str(tmp_path / "new.ZIP"), "--device", "cpu"]) == 2
+    assert (
+        "new.ZIP is a zip archive\n  fix: unpack it and give the folder, or give a .tar"
+        in capsys.readouterr().err
+    )
+
+
 def test_an_image_on_stdin_is_predicted_as_its_file_is(
     model: str, photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

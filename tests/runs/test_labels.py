@@ -43,6 +43,7 @@ def test_a_label_file_gives_the_bits_and_scores_of_the_folder_that_it_lists(fold
     train(folder, "folder", "data.path=photos", recipe=SMALL)
     listed = train(folder, "listed", "data.path=photos/labels.csv", "data.pool=threads", recipe=SMALL)
     assert sha256(folder, "folder") == sha256(folder, "listed")
+    assert "24 to evaluate, 3 classes (ant, bee, cat), " in (folder / "runs/listed/log.txt").read_text()
     (folder / "some.csv").write_text("path,label\n" + "".join(f"val/cat/{n}.jpg,cat\n" for n in range(8)))
     scored = result(drumline("eval", "runs/folder", "data.labels=some.csv", folder=folder))
     whole = result(drumline("eval", "runs/listed", folder=folder))

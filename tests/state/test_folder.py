@@ -66,6 +66,7 @@ def test_auto_names_are_names_of_one_folder(tmp_path: Path) -> None:
         ("/data/my photos/", "my-photos"),
         ("sets/photos.packed", "photos"),
         ("photos.tar", "photos"),
+        ("photos.CSV", "photos"),
         ("photos.v2", "photos.v2"),
         (".hidden", "hidden"),
         ("/", "folder"),

@@ -81,6 +81,14 @@ def test_a_metric_that_the_run_does_not_have_or_that_means_nothing_is_rejected()
     assert best_metric("loss", METRICS, 2) is LOSS
     with pytest.raises(UserError, match=r"no such metric\n.*did you mean top1\? \(top1, loss\)"):
         best_metric("top-1", METRICS, 2)
+    for name, meant in (
+        ("val_loss", "loss"),
+        ("val_acc", "top1"),
+        ("accuracy", "top1"),
+        ("eval/top1", "top1"),
+    ):
+        with pytest.raises(UserError, match=rf"did you mean {meant}\? "):
+            best_metric(name, METRICS, 2)
     with pytest.raises(UserError, match=r"is not meaningful for 6 classes\n.*use one of top1, loss"):
         best_metric("top5", METRICS, 6)
     assert best_metric("top5", METRICS, 37).name == "top5"

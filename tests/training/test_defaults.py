@@ -117,7 +117,7 @@ def test_a_run_saves_the_numbers_and_resumes_with_them(tmp_path: Path) -> None:
 def test_a_run_that_ends_at_chance_says_so(tmp_path: Path) -> None:
     recipe = Recipe(
         run=Run(dir=str(tmp_path), name="one", device="cpu"),
-        data=Data(batch=512),
+        data=Data(batch=14),
         model=Model(name="resnet8"),
         optim=Optim(lr=0),
         train=Train(epochs=2, eval_every=0),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.config.learning import OF_TORCH
 from drumline.config.recipe import Optim
 from drumline.training.optim import build_optimizer, by_device, parameter_groups, set_rate
 
@@ -287,3 +288,9 @@ def test_each_factor_has_a_rate_of_its_own_and_the_others_keep_their_groups() ->
     assert [rates[id(each)] for each in parameters] == [5.0] + [0.5] * (len(parameters) - 1)
     assert lr.item() == 0.5
     assert len(build_optimizer(Optim(), model().parameters(), lr).param_groups) == 1
+
+
+def test_every_optimizer_of_torch_that_is_suggested_exists() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 3))]
+    for name in OF_TORCH:
+        build_optimizer(Optim(name=name, lr=0.1), parameters, torch.zeros(()))

@@ -16,7 +16,7 @@ from drumline.core.errors import LostError, UserError
 from drumline.data.feed.batch import Batch
 from drumline.observe import display
 from drumline.parallel.world import single_process
-from drumline.state.folder import resume_command
+from drumline.state.folder import eval_command, resume_command
 from drumline.training.loop import train
 from drumline.training.output import TrainResult
 from drumline.training.step import TrainStep
@@ -25,7 +25,7 @@ from tests.training import tiny
 pytestmark = pytest.mark.slow
 
 BASE = Recipe(
-    data=Data(batch=359),  # 4 steps an epoch
+    data=Data(source="digits", batch=359),  # 4 steps an epoch
     model=Model(name="resnet8"),
     train=Train(epochs=3, eval_every=2),
     checkpoint=Checkpoint(every_epochs=0),
@@ -152,3 +152,11 @@ def test_the_command_to_resume_fits_the_run() -> None:
     assert stage == "drumline distill ... run.name=x checkpoint.resume=auto"
     own = replace(Recipe(), model=Model(name="mine.nets:small"))
     assert resume_command(own, Path("runs/x")) == "drumline resume runs/x --trust"
+
+
+def test_the_command_to_evaluate_trusts_the_code_that_an_evaluation_runs(tmp_path: Path) -> None:
+    assert eval_command(Recipe(), "runs/my run") == "drumline eval 'runs/my run'"
+    assert eval_command(replace(Recipe(), train=Train(loss="mine:loss")), "runs/x") == "drumline eval runs/x"
+    own = replace(BASE, model=Model(name="tests.own_code:net"), train=Train(steps=1))
+    run(tmp_path, own)
+    assert lines(tmp_path)[-1].endswith(f"; next: drumline eval {tmp_path}/one --trust")

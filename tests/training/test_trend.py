@@ -66,7 +66,10 @@ def test_the_most_frequent_class_is_the_guess_of_uneven_sets() -> None:
     assert not trend().accuracy(999, 545, 600)
 
 
-def test_short_runs_are_judged_by_epochs_and_trials_of_a_few_steps_are_not() -> None:
-    assert trend(total=40).accuracy(40, 100, 600)
+def test_a_short_run_is_not_said_not_to_learn() -> None:
+    line = "top-1 is no better than a guess (16.67%) after only 199 steps: train longer"
+    assert trend(total=199).accuracy(199, 100, 600) == line
+    assert "the model is not learning" in trend(total=200).accuracy(200, 100, 600)
+    assert not trend(total=199).accuracy(198, 100, 600)
     assert not trend(total=20).accuracy(20, 100, 600)
     assert not trend(total=400, per_epoch=300).accuracy(400, 100, 600)

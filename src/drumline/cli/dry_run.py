@@ -284,10 +284,29 @@ class _DryRun:
         _check_writable(base)
         found = resume_point(self.recipe)
         resumed = f", resumed from {found}" if found else ""
+        differing = self._compared(found) if found else []
         if name == "auto":
             stem = auto_stem(self._source or "data", self.recipe.data.path, self.recipe.model.name)
-            return [f"run folder: a new one, {base}/{stem}-N{resumed}"]
-        return [f"run folder: {base / name}{resumed or ' (new)'}"]
+            return [f"run folder: a new one, {base}/{stem}-N{resumed}", *differing]
+        return [f"run folder: {base / name}{resumed or ' (new)'}", *differing]
+
+    def _compared(self, checkpoint: Path) -> list[str]:
+        """Messages about what differs from the checkpoint. Rejects one that the run could not resume from."""
+        from drumline.state.manifest import read_manifest
+        from drumline.state.model_record import ENVIRONMENT
+        from drumline.training.consistency import check_data
+        from drumline.training.model import model_record
+        from drumline.training.resume import check_position, compare_manifest
+
+        if self._sets is None or self._plan is None:
+            return []
+        environment = {
+            ENVIRONMENT: model_record(self.recipe, self._sets).as_json(),
+            "data": check_data(self._sets, self.recipe.run.seed, self._world()),
+        }
+        position, messages = compare_manifest(self.recipe, read_manifest(checkpoint), environment, checkpoint)
+        check_position(self._plan, position, checkpoint)
+        return messages
 
     def _is_untrusted(self, names: Iterable[str], field: str) -> bool:
         from_file = self.origins.get(field, COMMAND_LINE) != COMMAND_LINE

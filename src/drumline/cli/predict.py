@@ -91,6 +91,10 @@ def main(argv: list[str]) -> int:
 
     from drumline.inference.images import find_images
 
+    if zipped := [path for path in options.images if path.lower().endswith(".zip") and Path(path).is_file()]:
+        raise UserError(
+            f"{zipped[0]} is a zip archive", "unpack it and give the folder, or give a .tar archive"
+        )
     found = find_images(options.images)
     if out is not None:
         _check_output(out, found.images)

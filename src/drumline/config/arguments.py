@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_origin
 
 from drumline.config.fields import (
+    SWITCHES,
     Field,
     WrongValue,
     expected,
@@ -338,6 +339,12 @@ def _unknown(
     if close := get_close_matches(spelled.replace("_", "-"), flags, n=1, cutoff=0.75):
         return UserError(what, f"did you mean {close[0]}?")
     bare = spelled.lstrip("-")
+    value = assigned.removeprefix("=") or shlex.join(values)
+    key = bare.rpartition(".")[2]
+    if key in SWITCHES and (value.lower() in ("", "true", "1") or (key == "resume" and value != "auto")):
+        weights = "finetune" if "finetune" in recipe else "model.weights"
+        run = value if Path(value).exists() and value else "RUN"
+        return UserError(what, SWITCHES[key].format(weights=weights, run=run))
     guesses = [recipe[guess] for guess in ((SHORT[spelled],) if spelled in SHORT else nearest(bare))]
     if bare == "data" and (assigned.removeprefix("=") or " ".join(values)) in SOURCES:
         guesses = [recipe["data.source"]]

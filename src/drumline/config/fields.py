@@ -272,6 +272,14 @@ ELSEWHERE = {
 }
 """Fields by their names in other programs."""
 
+SWITCHES = {
+    "pretrained": "to start from published weights, give {weights}=torchvision:NAME or {weights}=timm:NAME",
+    "resume": "to continue a run: drumline resume {run}",
+    **dict.fromkeys(("amp", "bf16"), "did you mean train.precision=bf16?"),
+    **dict.fromkeys(("fp16", "half"), "did you mean train.precision=fp16?"),
+}
+"""Fixes for names that other programs switch on without a value, or with `true`."""
+
 
 _SINGULARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _PLURALS = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts"}

@@ -72,6 +72,8 @@ def not_offered(field: str, written: str) -> Problem | None:
     """The problem of a value that other systems accept for this field; None for any other value."""
     if field == "parallel.schedule" and splits_backward(written):
         return Problem(field, WHY_NOT_SPLIT, INSTEAD_OF_SPLIT)
+    if field == "data.augment" and written.lower().startswith("rand"):
+        return Problem(field, "RandAugment has a field of its own", "did you mean data.randaugment=2,9?")
     return None
 
 

@@ -24,6 +24,10 @@ AUTO: Any = "auto"
 Fraction = Annotated[float, Range(0, below=1)]
 SourceName = Annotated[str, SOURCE_NAMES]
 CHANNELS = Length((1, 3), "one for grey images, three for colour")
+OF_TORCH = tuple(
+    f"torch.optim:{name}" for name in ("Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta")
+)
+"""Optimizers of torch that a wrong name may mean."""
 PIXELS = "pixel values are between 0 and 1 here, so divide by 255 if necessary"
 if TYPE_CHECKING:
     PrecisionName = str
@@ -164,7 +168,7 @@ class Model:
 class Optim:
     """The optimizer and the learning rate."""
 
-    name: Annotated[str, Names(("sgd", "adamw", "lars", "lamb"))] = "sgd"
+    name: Annotated[str, Names(("sgd", "adamw", "lars", "lamb"), others=OF_TORCH)] = "sgd"
     """Optimizer, or your own as `package.module:factory`, such as `torch.optim:NAdam`, which is called as
     `factory(groups, lr=..., weight_decay=..., **args)`."""
     args: Annotated[tuple[str, ...], OPTIMIZER_ARGUMENTS] = ()
@@ -217,7 +221,7 @@ class Optim:
 class Train:
     """How long to train, and in which arithmetic."""
 
-    epochs: Annotated[ResolvedFloat, Range(0, example=10.0)] = AUTO
+    epochs: Annotated[ResolvedFloat, Range(0, hint="above 0 unless train.steps is set", example=10.0)] = AUTO
     """Passes over the training data. Ignored if `steps` is set. `auto`: 30 to 80 from scratch, 5 to 20 if the run
     starts from `model.weights`; more for fewer training samples."""
     steps: Annotated[int, Range(0)] = 0

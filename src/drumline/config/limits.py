@@ -135,11 +135,13 @@ def named_weights(value: tuple[str, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Names:
-    """One of these names, or the user's own code as `package.module:thing`. `details` explains the names."""
+    """One of these names, or the user's own code as `package.module:thing`. `details` explains the names; `others`
+    are code that a library has, to suggest."""
 
     names: tuple[str, ...]
     thing: str = "factory"
     details: str = ""
+    others: tuple[str, ...] = ()
 
     def check(self, value: str) -> Wrong | None:
         module, colon, attribute = value.partition(":")
@@ -155,7 +157,8 @@ class Names:
         if not self.names:
             return Wrong("not the name of a function", f"give {self}")
         meant = near(value, self.names)
-        return Wrong(f"unknown; did you mean {meant[0]}?" if meant else "unknown", f"use one of {self}")
+        meant += [other for other in self.others if other.lower().endswith(f":{value.lower()}")]
+        return Wrong(f"unknown; did you mean {either(meant)}?" if meant else "unknown", f"use one of {self}")
 
     @property
     def example(self) -> str:

@@ -7,6 +7,7 @@ the fields in `recipe.py`; the rules about layouts are in `layouts.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from drumline.config.fields import WrongValue, expected, from_toml, recipe_fields, value_of
@@ -81,6 +82,10 @@ def _texts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("run.name", "not a plain folder name", "put the folder into run.dir")
     elif len(name.encode()) > 255:
         yield Problem("run.name", "longer than a file system allows", "give at most 255 bytes")
+    module, _, factory = recipe.model.name.rpartition(".")
+    # A part with a digit may be a tag, as in resnet50.a1_in1k.
+    if module and re.fullmatch(r"[\w.]+\.([A-Z]\w*|[a-z_]+)", recipe.model.name):
+        yield Problem("model.name", "has no colon", f"did you mean {module}:{factory}?")
     try:
         parse_rendezvous(recipe.parallel.rendezvous)
     except UserError as error:

@@ -34,7 +34,7 @@ from drumline.data.sources import (
     open_dataset,
 )
 from drumline.data.sources.base import Fault, FaultyData, NoEvalSplit, describe_skipped
-from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS
+from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, is_hidden
 from drumline.data.sources.packed import PackedArrays
 
 BAD = (
@@ -67,6 +67,7 @@ WARNINGS = (
     "repeated-row",
     "left-out",
     "unlisted",
+    "case",
     "incomplete",
     "scattered",
     "missing-shard",
@@ -215,7 +216,7 @@ def _open_splits(path: Path, whole: DatasetSpec) -> tuple[list[_Split], list[Dat
         assert isinstance(split.source, LooseFiles)
         for folder, reason in split.source.unreadable:
             findings.append(DatasetFinding(split.name, -1, "unreadable", folder, f"cannot be read: {reason}"))
-    flat = not any(entry.is_dir() for entry in path.iterdir() if not entry.name.startswith("."))
+    flat = not any(entry.is_dir() for entry in path.iterdir() if not is_hidden(entry.name))
     return loose, [found for found in findings if not (flat and found.kind == "unopened")]
 
 
@@ -252,7 +253,7 @@ class LooseFiles(EncodedDataset):
                 folders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            folders[:] = sorted(name for name in folders if not is_hidden(name))
             names = (name for name in files if name.lower().endswith(EXTENSIONS) and not name.startswith("."))
             self.paths += (f"{folder}{os.sep}{name}" for name in sorted(names))
 

@@ -13,13 +13,14 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drumline.config.arguments import named_code
+from drumline.config.arguments import CODE_FIELDS, EVALUATED, named_code
 from drumline.config.fields import recipe_fields, with_values
 from drumline.config.recipe import Distill, Recipe
 from drumline.config.sources import needs_trust
@@ -233,7 +234,7 @@ def auto_stem(source: str, path: str, model: str) -> str:
     return "".join(sign if sign.isprintable() and sign not in "/:\\ " else "-" for sign in stem)
 
 
-_CONTAINERS = (".npz", ".tar", ".packed")
+_CONTAINERS = (".npz", ".tar", ".packed", ".csv", ".tsv", ".parquet")
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
@@ -290,9 +291,18 @@ def resume_command(recipe: Recipe, folder: Path) -> str:
     if folder.name.startswith("initial-"):  # an initial phase, whose run has no recipe.toml yet
         name = shlex.quote(f"run.name={folder.parent.name}")
         return f"drumline {command_of(recipe)} ... {name} checkpoint.resume=auto"
-    code = (name for names in named_code(recipe).values() for name in names)
-    trust = ["--trust"] if any(map(needs_trust, code)) else []
-    return f"drumline resume {shlex.join([str(folder), *trust])}"
+    return f"drumline resume {shlex.join([str(folder), *_trust(recipe, CODE_FIELDS)])}"
+
+
+def eval_command(recipe: Recipe, folder: str) -> str:
+    """The command that scores a run."""
+    return f"drumline eval {shlex.join([folder, *_trust(recipe, EVALUATED)])}"
+
+
+def _trust(recipe: Recipe, fields: Sequence[str]) -> list[str]:
+    """The option for a run whose recipe names code in these fields."""
+    code = (name for names in named_code(recipe, fields).values() for name in names)
+    return ["--trust"] if any(map(needs_trust, code)) else []
 
 
 def write_facts(path: Path, recipe_text: str, environment: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from drumline.models.parts import head_name
 from drumline.models.registry import CIFAR, IMAGENET, create_model
 from drumline.state.manifest import MANIFEST, read_manifest
 from drumline.state.model_record import ModelRecord, metadata_record, record_of
-from drumline.state.pretrained import is_pretrained, pretrained_file, pretrained_record
+from drumline.state.pretrained import TORCHVISION, is_pretrained, pretrained_file, pretrained_record
 from drumline.state.tensors import file_metadata, write_tensors
 from drumline.state.weight_files import State, WeightFields, named_path, read_state, unwrapped_state
 
@@ -145,7 +145,9 @@ def resolve_weights(path: str | Path, fields: WeightFields | None = None) -> Pat
     if not path.exists():
         raise UserError(
             f"{named_path(path, fields)}: no such file or folder",
-            fix="give a weights file, a checkpoint folder, a run folder, torchvision:NAME or timm:NAME",
+            fix=f"did you mean torchvision:{path}?"
+            if str(path) in TORCHVISION
+            else "give a weights file, a checkpoint folder, a run folder, torchvision:NAME or timm:NAME",
         )
     plain = ("model.safetensors", "weights/best.safetensors", "weights/last.safetensors")
     inside = (path / "best.safetensors", path / "last.safetensors")

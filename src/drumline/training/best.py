@@ -7,6 +7,7 @@ and a run that is killed and resumed stops after the same step. A value that is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,9 @@ from drumline.core.text import counted, did_you_mean
 from drumline.state.manifest import Position
 from drumline.training.metrics import Metric
 
+ELSEWHERE = dict.fromkeys(("acc", "acc1", "accuracy"), "top1")
+"""Metrics by their names in other programs, which also put `val_` in front."""
+
 
 def best_metric(name: str, metrics: Sequence[Metric], classes: int) -> Metric:
     """The metric that `checkpoint.best` names. Rejects one that this run does not have, or that is not meaningful for
@@ -22,9 +26,10 @@ def best_metric(name: str, metrics: Sequence[Metric], classes: int) -> Metric:
     metric = next((metric for metric in metrics if metric.name == name), None)
     names = [metric.name for metric in metrics if classes >= metric.min_classes]
     if metric is None:
+        bare = re.sub("^(val|valid|eval|test)[_/]", "", name)
         raise UserError(
             f"checkpoint.best = {name!r}: there is no such metric",
-            f"{did_you_mean(name, names, 'use one of these')} ({', '.join(names)})",
+            f"{did_you_mean(ELSEWHERE.get(bare, bare), names, 'use one of these')} ({', '.join(names)})",
         )
     if classes < metric.min_classes:
         raise UserError(

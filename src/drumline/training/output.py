@@ -28,7 +28,7 @@ from drumline.observe import text_log
 from drumline.observe.display import Display
 from drumline.observe.run_log import RunLog
 from drumline.state.checkpoint import checkpoints, read_group, verify_checkpoint, write_checksums
-from drumline.state.folder import UNSAVED, Opened, repeatable, resume_command, write_facts
+from drumline.state.folder import UNSAVED, Opened, eval_command, repeatable, resume_command, write_facts
 from drumline.state.manager import CheckpointManager, set_aside
 from drumline.state.manifest import Position
 from drumline.state.model_record import record_of
@@ -200,12 +200,12 @@ def closing_line(
     if extra := ", ".join(filter(None, [task.summary, describe(result.metrics, task.metrics)])):
         score += f"; {extra}"
     if result.finished:
-        eval_command = f"; next: drumline eval {shlex.quote(result.run)}" if task.evaluates else ""
+        following = f"; next: {eval_command(recipe, result.run)}" if task.evaluates else ""
         took = duration(seconds)
         early = f"stopped early after epoch {result.epoch:.4g}: {result.stopped_early}; "
         return (
             f"{text_log.FINISHED}{early if result.stopped_early else ''}{score}, in {took}; "
-            f"weights in {result.run}/weights{eval_command}"
+            f"weights in {result.run}/weights{following}"
         )
     resume = f"; to resume: {resume_command(recipe, Path(result.run))}" if task.evaluates else ""
     return (

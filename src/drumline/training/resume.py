@@ -24,7 +24,7 @@ from drumline.parallel.strategy import Gathered
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_checkpoint
 from drumline.state.folder import repeatable
-from drumline.state.manifest import Position, read_manifest
+from drumline.state.manifest import Manifest, Position, read_manifest
 from drumline.state.model_record import ModelRecord, record_of
 from drumline.state.provenance import changed_environment, changed_settings
 from drumline.state.tensors import Groups
@@ -54,7 +54,8 @@ def restore(
     slots: Slots = {key: slot for each in world.all_gather_object(own) for key, slot in each.items()}
     groups: Gathered | None = None
     memory: dict[str, torch.Tensor] = {}
-    position, messages = Position(step=0, per_epoch=plan.per_epoch), []
+    position = Position(step=0, per_epoch=plan.per_epoch)
+    messages: list[str] = []
     if world.is_rank_zero:
         try:
             manifest, groups = read_checkpoint(checkpoint)
@@ -62,26 +63,9 @@ def restore(
             raise UserError(f"cannot resume: {reason}", "give another checkpoint of the run") from reason
         memory = groups.pop("memory", {})
         groups = _refrozen(groups, manifest.environment.get(FROZEN), state.frozen, slots)
-        position = manifest.position
-        messages = [
-            f"resumed from {checkpoint} at step {position.step:,}",
-            *compare_records(record_of(manifest.environment), record_of(environment), checkpoint),
-        ]
         strict = recipe.run.strict
-        changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
-        if changes:
-            messages.append(f"resumed with different settings, the result may differ: {'; '.join(changes)}")
-        before = flat_recipe(manifest.recipe).get("checkpoint.best", "top1")
-        if before != recipe.checkpoint.best:
-            position = forget_best(position)
-            messages.append(
-                f"checkpoint.best: {before} -> {recipe.checkpoint.best}: earlier evaluations no longer count as best"
-            )
-        warnings = compare_data(manifest.environment, environment, checkpoint, strict)
-        if "evaluation" in warnings:
-            position = forget_best(position)
-            warnings["evaluation"] += "; the evaluations so far do not count as best"
-        messages += warnings.values()
+        position, messages = compare_manifest(recipe, manifest, environment, checkpoint)
+        messages.insert(0, f"resumed from {checkpoint} at step {position.step:,}")
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
             raise UserError(
@@ -92,6 +76,41 @@ def restore(
         if changes:
             messages.append(f"resumed in a different environment, the bits may differ: {'; '.join(changes)}")
     position = world.broadcast_object(position)
+    check_position(plan, position, checkpoint)
+    strategy.scatter(groups, live, checkpoint)
+    if strategy.grid.places > 1:
+        memory = world.broadcast_object(memory)  # the process that computes the loss restores it
+    task.objective.restore(memory)
+    if position.scaler:
+        state.scaler.load_state_dict(dict(position.scaler))
+    return position, messages
+
+
+def compare_manifest(
+    recipe: Recipe, manifest: Manifest, environment: Mapping[str, Any], checkpoint: Path
+) -> tuple[Position, list[str]]:
+    """The position of a checkpoint, and messages about classes, settings and data that differ. Rejects other classes,
+    and in strict mode different training data. Of `environment`, uses the record of the model and the data."""
+    position, strict = manifest.position, recipe.run.strict
+    messages = compare_records(record_of(manifest.environment), record_of(environment), checkpoint)
+    changes = changed_settings(manifest.recipe, dump_recipe(repeatable(recipe)), strict)
+    if changes:
+        messages.append(f"resumed with different settings, the result may differ: {'; '.join(changes)}")
+    before = flat_recipe(manifest.recipe).get("checkpoint.best", "top1")
+    if before != recipe.checkpoint.best:
+        position = forget_best(position)
+        messages.append(
+            f"checkpoint.best: {before} -> {recipe.checkpoint.best}: earlier evaluations no longer count as best"
+        )
+    warnings = compare_data(manifest.environment, environment, checkpoint, strict)
+    if "evaluation" in warnings:
+        position = forget_best(position)
+        warnings["evaluation"] += "; the evaluations so far do not count as best"
+    return position, [*messages, *warnings.values()]
+
+
+def check_position(plan: Plan, position: Position, checkpoint: Path) -> None:
+    """Rejects a checkpoint that is not a step of this plan."""
     if position.per_epoch != plan.per_epoch:
         raise UserError(
             f"{checkpoint} has {position.per_epoch} steps per epoch, this recipe has {plan.per_epoch}",
@@ -102,13 +121,6 @@ def restore(
             f"{checkpoint} is at step {position.step:,}, the recipe ends at {plan.total:,}",
             "raise train.epochs or train.steps, or resume from an earlier checkpoint",
         )
-    strategy.scatter(groups, live, checkpoint)
-    if strategy.grid.places > 1:
-        memory = world.broadcast_object(memory)  # the process that computes the loss restores it
-    task.objective.restore(memory)
-    if position.scaler:
-        state.scaler.load_state_dict(dict(position.scaler))
-    return position, messages
 
 
 def forget_best(position: Position) -> Position:

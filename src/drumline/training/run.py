@@ -19,7 +19,7 @@ import torch
 from drumline.config.recipe import Recipe
 from drumline.core.arithmetic import set_deterministic
 from drumline.core.heartbeat import Phase, enter
-from drumline.core.text import counted
+from drumline.core.text import counted, printable
 from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches, LoaderWorkers
@@ -52,6 +52,9 @@ from drumline.training.state import TrainState, build_state, describe_trained
 from drumline.training.step import TrainStep
 from drumline.training.task import Builder, Classification, Task
 from drumline.training.trend import Trend
+
+FEW = 10
+"""Up to this number of classes, the log names them."""
 
 
 class Run:
@@ -288,6 +291,8 @@ class Run:
         recipe, sets, plan, world = self.recipe, self.sets, self.plan, self.world
         parameters = sum(parameter.numel() for parameter in self.task.model.parameters())
         classes = counted(len(sets.train.classes), "class", "classes")
+        if len(sets.train.classes) <= FEW and Classes.of(sets.train).named:
+            classes += f" ({', '.join(map(printable, sets.train.classes))})"
         device = f"CPU, {threads} thread{'s' * (threads > 1)}{' each' * (world.size > 1)}"
         if world.device.type == "cuda":
             device = torch.cuda.get_device_name(world.device)

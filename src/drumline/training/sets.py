@@ -50,6 +50,9 @@ IMBALANCED = 10
 """A training set whose largest class has this many times the samples of its smallest is worth a line in the log."""
 EVALUATION_BATCH = 256
 """Largest evaluation batch. Fixed, so that a sample is always scored together with the same others."""
+DEFAULT_DATA = (
+    "data.path is not set, so the data is the embedded digits; to use your own, set data.path=FOLDER"
+)
 BROKEN_SAMPLES = "broken-samples.tsv"
 
 
@@ -149,8 +152,9 @@ class Sets:
         return loss_weights(self.train, recipe.data.balance, named)
 
     def sampling(self, recipe: Recipe) -> list[str]:
-        """Lines about how often classes are drawn and how they are weighted."""
-        return describe_sampling(
+        """Lines about data that is not set, how often classes are drawn and how they are weighted."""
+        default = recipe.data.source == "auto" and not recipe.data.path and self.name == "digits"
+        return default * [DEFAULT_DATA] + describe_sampling(
             self.train, recipe.data.balance, self._shares(recipe), self.class_weights(recipe)
         )
 

@@ -211,6 +211,11 @@ def describe_trained(
             f"frozen {until}: {names}: {count:,} of {sum(sizes.values()):,} parameters{still}; "
             f"{sum(sizes[name] for name, each in module.named_parameters() if each.requires_grad):,} are trained"
         )
+        if recipe.train.unfreeze_epoch and not plan.unfreeze:
+            lines.append(
+                f"WARNING: train.unfreeze_epoch={recipe.train.unfreeze_epoch:g} has no effect because the run ends "
+                f"after {plan.total / plan.per_epoch:.4g} epochs: give a smaller one"
+            )
         if not recipe.model.weights and not names_code(recipe.model.name):
             lines.append("WARNING: the frozen modules keep random weights because model.weights is empty")
     if set(factors.values()) - {1.0}:

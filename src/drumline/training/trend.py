@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drumline.core.text import loss_text
 
 STEPS, EPOCHS = 200, 2
-"""A run has this long to be better than a guess; one that ends earlier, the epochs alone."""
+"""A run has this long to be better than a guess. One that ends before that many steps was too short to judge."""
 SIGMAS = 3
 """How far a score has to be above that of a guess before it counts as better."""
 
@@ -44,12 +44,16 @@ class Trend:
         )
 
     def accuracy(self, step: int, correct: int, samples: int) -> str:
-        """A warning if an evaluation is no better than a guess."""
+        """A line if an evaluation is no better than a guess: a warning, or that the run was too short."""
         margin = SIGMAS * math.sqrt(self.guess * (1 - self.guess) / samples)
         if correct / samples > self.guess + margin or (self._at_chance and step < self.total):
             return ""
         epochs = EPOCHS * self.per_epoch
-        if step < (epochs if step == self.total else max(STEPS, epochs)):
+        if step == self.total < STEPS and step >= epochs:
+            return (
+                f"top-1 is no better than a guess ({self.guess:.2%}) after only {step:,} steps: train longer"
+            )
+        if step < max(STEPS, epochs):
             return ""
         self._at_chance = True
         return (

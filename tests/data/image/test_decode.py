@@ -184,7 +184,7 @@ def test_a_truncated_file_is_rejected(name, share):
     ("data", "words"),
     [
         (b"", "is empty (0 bytes)"),
-        (b"hello, this is text", "is not an image in a supported format"),
+        (b"hello, this is text", "is not an image in a supported format (JPEG, PNG, PPM, BMP, TIFF, WEBP);"),
         (b"<!DOCTYPE html><html>404", "is a web page"),
         (b"\n <html>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),

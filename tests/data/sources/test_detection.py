@@ -30,7 +30,13 @@ def test_auto_is_resolved_by_the_path(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(b"")
     with pytest.raises(UserError, match="is not a supported file") as caught:
         detect_source("auto", str(tmp_path / "a.zip"))
-    assert "npz: a file with x_train" in caught.value.fix
+    assert caught.value.fix.startswith(
+        "unpack it and give the folder, or give a folder of class folders, a .tar, "
+    )
+    (tmp_path / "a.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match="is not a supported file") as caught:
+        detect_source("auto", str(tmp_path / "a.jpg"))
+    assert len(caught.value.fix) < 160
 
 
 def test_an_unknown_source_is_rejected_with_the_nearest_name() -> None:

@@ -112,8 +112,50 @@ def test_a_class_may_be_called_train(tmp_path):
     assert opened(tmp_path).classes == ("bus", "car", "train")
 
 
+@pytest.mark.parametrize("holdout", [0.0, 0.2])
+def test_a_folder_above_the_data_is_rejected_with_the_right_one(tmp_path, holdout):
+    images = [f"{split}/{name}/{i}.png" for split in ("train", "val") for name in "ab" for i in range(5)]
+    for top in ("wrap/wrap", "p/nest", "p/upper", "deep/er/set"):
+        put(tmp_path / top, *images)
+    put(tmp_path, "p/nest/README.txt")
+    for top, meant in (
+        ("wrap", [tmp_path / "wrap/wrap"]),
+        ("p", [tmp_path / "p/nest", tmp_path / "p/upper"]),
+        ("deep", [tmp_path / "deep/er/set"]),
+    ):
+        error = error_of(tmp_path / top, "train", holdout)
+        assert error.fix == f"did you mean {' or '.join(f'data.path={each}' for each in meant)}?"
+
+
+def test_folders_named_like_a_split_in_a_class_are_not_data_sets(tmp_path):
+    put(tmp_path, "dog/train/1.png", "dog/val/2.png", "cat/deeper/1.png", "train/1.png")
+    assert opened(tmp_path).classes == ("cat", "dog", "train")
+
+
+def test_a_training_folder_beside_its_evaluation_split_is_rejected_with_the_folder_above(
+    tmp_path, monkeypatch
+):
+    put(tmp_path, "p/train/a/1.png", "p/train/a/2.png", "p/val/a/3.png")
+    error = error_of(tmp_path / "p/train", "eval")
+    assert error.fix.startswith(f"did you mean data.path={tmp_path / 'p'}? ")
+    assert len(opened(tmp_path / "p/train", "eval", 0.5)) == 1  # asked for
+    monkeypatch.chdir(tmp_path / "p/train")
+    assert error_of(Path(), "eval").fix.startswith(f"did you mean data.path={tmp_path / 'p'}? ")
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.2])
+def test_a_label_file_beside_folders_that_are_not_its_classes_is_suggested(tmp_path, holdout):
+    put(tmp_path, *(f"img/{i}.png" for i in range(9)), "notes.csv")
+    (tmp_path / "labels.csv").write_text("path,label\n" + "".join(f"img/{i}.png,dog\n" for i in range(9)))
+    error = error_of(tmp_path, "train", holdout)
+    assert error.fix.startswith(f"did you mean data.labels={tmp_path / 'labels.csv'}? ")
+    (tmp_path / "img").rename(tmp_path / "dog")  # the folders are the classes, and the file says the same
+    assert opened(tmp_path).classes == ("dog",)
+
+
 def test_hidden_files_and_folders_are_ignored(tmp_path):
     put(tmp_path, "a/1.png", "a/._1.png", "a/.cache/2.png", ".git/3.png", ".DS_Store", "README.txt")
+    put(tmp_path, "__MACOSX/a/._1.png", "__MACOSX/a/2.png")
     assert [where for where, _ in listing(opened(tmp_path))] == [f"{tmp_path}/a/1.png"]
 
 

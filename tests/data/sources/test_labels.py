@@ -228,6 +228,31 @@ def test_everything_that_is_wrong_is_reported_at_once(root: Path) -> None:
     assert {fault.kind for fault in raised.value.faults} >= {"missing", "no-label", "unknown-split"}
 
 
+def test_if_no_file_exists_the_fix_names_the_folder_that_the_paths_begin_in(root: Path) -> None:
+    images(root, "deep/img/1.jpg", "deep/img/2.jpg")
+    for rows, folder in (
+        ("1.jpg,cat\nno.jpg,dog\n", root / "deep/img"),
+        ("img/1,cat\nimg/2,dog\n", root / "deep"),
+        (f"{root.name}/a.jpg,cat\n", root.parent),
+    ):
+        with pytest.raises(FaultyData, match="files that do not exist") as raised:
+            opened(root, f"path,label\n{rows}")
+        expected = f"did you mean data.path={folder} data.labels={root / 'labels.csv'}?"
+        assert raised.value.fix == f"paths are relative to data.path: {expected}"
+    with pytest.raises(FaultyData) as raised:
+        opened(root, "path,label\ngone.jpg,cat\n")
+    assert raised.value.fix.startswith(f"paths are relative to data.path, here {root}: ")
+
+
+def test_labels_that_differ_only_in_case_are_reported(root: Path) -> None:
+    source = opened(root, "path,label\na.jpg,Tench\nb.jpg,tench\nc.jpg,cat\n")
+    assert source.classes == ("Tench", "cat", "tench")
+    (remark,) = source.remarks
+    assert str(remark) == f"labels that differ only in case: 1 ({root / 'labels.csv'} Tench and tench)"
+    report = verify_dataset(root, labels=str(root / "labels.csv"), workers=1)
+    assert (report.bad, report.kinds["case"]) == (0, 1)
+
+
 def test_what_is_left_out_is_reported(root: Path) -> None:
     images(root, "d.jpg", "other/e.jpg", "other/f.jpg", "other/.hidden.jpg", "notes/g.txt.png")
     text = THREE + "a.jpg,cat,train\nb.jpg,dog,train\n./a.jpg,cat,train\nd.jpg,bird,test\n"
@@ -259,7 +284,8 @@ def test_what_is_left_out_is_reported(root: Path) -> None:
         ("path,label\na.jpg\n", "line 2: has 1 fields"),
         ('path,label\n"a.jpg,cat\n', "is not valid CSV"),
         ("path,label\n", "has no rows"),
-        ("", "has no column of paths; its first line is: empty"),
+        ("", "labels.csv is empty"),
+        ("\n\n", "labels.csv is empty"),
     ],
 )
 def test_unclear_files_are_rejected_with_the_line(root: Path, text: str, words: str) -> None:

@@ -29,7 +29,8 @@ from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, WebPIm
 
 from drumline.core.errors import UserError
 
-FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+SUPPORTED = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
+FORMATS = (*SUPPORTED, "GIF")  # under another name: .gif files are left out of folders, as by torchvision
 """Recognised by content, not by name. Others are left out: Pillow's EPS reader, for one, starts a program."""
 
 MAX_PIXELS = 89_478_485
@@ -202,7 +203,7 @@ def _other(data: bytes) -> str:
         )
     if not any(data[:4096]):
         return f"contains only zeros ({len(data)} bytes): perhaps an interrupted copy"
-    return f"is not an image in a supported format ({', '.join(FORMATS)}); it begins with {data[:8]!r}"
+    return f"is not an image in a supported format ({', '.join(SUPPORTED)}); it begins with {data[:8]!r}"
 
 
 def _jpeg_excess(data: bytes) -> str:

@@ -108,8 +108,10 @@ def _detect(source: str, path: str) -> str:
             fix=f"name one, for example --data.source {found[0]}",
         )
     if not found and place.is_file():
-        known = "; ".join(f"{name}: {each.about}" for name, each in SOURCES.items() if each.needs_path)
+        archive = "unpack it and give the folder, or " if path.lower().endswith(".zip") else ""
         raise UserError(
-            f"data.path {path} is not a supported file", fix=f"give the data of a source: {known}"
+            f"data.path {path} is not a supported file",
+            fix=f"{archive}give a folder of class folders, a .tar, a label file (.csv, .tsv, .parquet) or an .npz "
+            "(`drumline train --help data.source` lists all)",
         )
     return found[0] if found else "folder"

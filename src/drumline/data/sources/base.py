@@ -82,9 +82,13 @@ class FaultyData(UserError):
     faults: tuple[Fault, ...] = ()
 
     @staticmethod
-    def of(where: str, faults: Sequence[Fault], remarks: Sequence[Fault] = ()) -> FaultyData:
+    def of(
+        where: str,
+        faults: Sequence[Fault],
+        remarks: Sequence[Fault] = (),
+        fix: str = "correct these; `drumline verify` lists all of them",
+    ) -> FaultyData:
         """The error about these faults. `remarks` are only for `drumline verify`."""
-        fix = "correct these; `drumline verify` lists all of them"
         error = FaultyData(f"{where} cannot be used: {'; '.join(map(str, faults))}", fix, "faulty-data")
         error.faults = (*faults, *remarks)
         return error

@@ -2,7 +2,8 @@
 
 Promises: classes sorted by name; within a class, folders sorted by path and files by name, links followed; so
 sample ids and labels equal ImageFolder's, except that hidden files and folders are left out. Empty classes,
-stray images, broken links, loops, and a split with other classes are rejected, with path and fix.
+stray images, broken links, loops, a split with other classes, and a folder above or beside the data (class folders
+with splits in them, a label file whose labels are not the class folders) are rejected, with path and fix.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import LostError, UserError
-from drumline.core.text import near
+from drumline.core.text import either, near
 from drumline.data.reading import USERS, NotRegular, not_regular, open_error, patiently, read_whole
 from drumline.data.sources.base import (
     DatasetSpec,
@@ -29,6 +30,7 @@ from drumline.data.sources.base import (
     NoTrainSplit,
 )
 from drumline.data.sources.divide import holdout_ids, reject_holdout
+from drumline.data.sources.label_file import ENDINGS, read_label_file
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 EVAL_FOLDERS = ("val", "valid", "validation", "test")
@@ -89,6 +91,8 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
     alone, divided by `holdout`."""
     path = str(Path(spec.path).expanduser())
     train_root, eval_root = _layout(path, spec.whole)
+    if train_root == path:
+        _reject_label_file(path)
     classes = _class_folders(train_root)
     if eval_root is None:
         if spec.split == "eval" and train_root == str(Path(path, "train")):
@@ -98,6 +102,8 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
                     f"{path} has a folder 'train' but no evaluation split",
                     fix=f"give the folder to score, for example data.path={train_root} for the training images",
                 )
+        elif spec.split == "eval" and not (spec.whole or spec.divides):
+            _reject_part(path)
         files, labels, others = _scan(train_root, classes, classes)
         rows = holdout_ids(labels, spec, path)
         return FolderDataset(labels[rows], tuple(classes), files, rows, others)
@@ -162,6 +168,56 @@ def _reject_misspelt(path: str, divides: bool) -> None:
             )
 
 
+def _reject_part(path: str) -> None:
+    """Rejects the folder of a training split whose evaluation split lies beside it."""
+    here = Path(os.path.abspath(path))  # noqa: PTH100 (resolve() would follow links)
+    beside = [name for name in EVAL_FOLDERS if here.name == "train" and here.with_name(name).is_dir()]
+    if beside:
+        above = Path(path).parent if Path(path).name == "train" else here.parent
+        raise NoEvalSplit(
+            f"{path} has no evaluation split, but {beside[0]!r} lies beside it",
+            fix=f"did you mean data.path={above}? To set a part of the training images aside instead, add "
+            "--data.holdout 0.1",
+        )
+
+
+def _reject_label_file(path: str) -> None:
+    """Rejects a folder in which a label file, and not the names of the folders, says what the images are."""
+    entries = _entries(path)
+    folders = {entry.name for entry in entries if entry.is_dir()}
+    for entry in sorted(entries, key=lambda each: each.name):
+        if not entry.name.lower().endswith(ENDINGS) or not entry.is_file():
+            continue
+        try:
+            rows = read_label_file(Path(entry.path)).rows
+        except UserError:
+            continue  # a table of something else
+        if not any(row.label in folders for row in rows):
+            raise UserError(
+                f"{path} has the label file {entry.name!r}, and its labels are not the names of the folders",
+                fix=f"did you mean data.labels={entry.path}? If the folders are the classes, move the file elsewhere",
+            )
+
+
+def _reject_nested(root: str, found: dict[str, list[tuple[str, list[str]]]]) -> None:
+    """Rejects class folders that are data sets themselves: they hold folders named as splits, with class folders of
+    images. Each then has a depth of two or more below the class folder."""
+    meant: dict[str, str] = {}
+    for name, folders in found.items():
+        for folder, images in folders if len(folders) > 1 else ():
+            parts = Path(folder).relative_to(root).parts
+            at = next((at for at, part in enumerate(parts[1:-1], 1) if part.lower() in SPLIT_LIKE), 0)
+            if at and images:
+                meant.setdefault(name, str(Path(root, *parts[:at])))
+                break
+    if meant:
+        name, inner = next(iter(meant.items()))
+        raise UserError(
+            f"{root} is above the data: its folder {name!r} is not a class but holds a data set with splits: {inner}",
+            fix=f"did you mean {either([f'data.path={each}' for each in list(meant.values())[:3]])}?",
+        )
+
+
 def _class_folders(root: str) -> list[str]:
     """Sorted names of the class folders. Rejects images that belong to none."""
     classes: list[str] = []
@@ -195,9 +251,11 @@ def _scan(root: str, names: list[str], classes: list[str]) -> tuple[Files, Label
     labels: list[NDArray[np.int64]] = []
     number = {name: i for i, name in enumerate(classes)}
     others: Counter[str] = Counter()
-    for name in names:
-        unknown: Counter[str] = Counter()
-        found = sorted(_walk(str(Path(root, name)), unknown))
+    unknowns: dict[str, Counter[str]] = {name: Counter() for name in names}
+    walked = {name: sorted(_walk(str(Path(root, name)), unknowns[name])) for name in names}
+    _reject_nested(root, walked)
+    for name, found in walked.items():
+        unknown = unknowns[name]
         count = sum(len(images) for _, images in found)
         if count == 0:
             kinds = f"; its files end in {_some(sorted(unknown))}" if unknown else ""
@@ -237,6 +295,11 @@ def _walk(top: str, unknown: Counter[str]) -> Iterator[tuple[str, list[str]]]:
         yield folder, sorted(images)
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is left out by its name: a hidden one, or what macOS adds to its archives."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def file_ending(name: str) -> str:
     """The ending of a file's name, or the name if it has none."""
     return Path(name).suffix.lower() or name
@@ -246,7 +309,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     """What a folder holds, without hidden entries."""
     try:
         with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
+            return [entry for entry in entries if not is_hidden(entry.name)]
     except OSError as error:
         if isinstance(error, NotADirectoryError):
             raise UserError(

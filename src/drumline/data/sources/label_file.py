@@ -149,8 +149,12 @@ def _columns(header: Sequence[str], file: Path) -> tuple[int, int, int | None]:
     names = [name.strip().lower().replace(" ", "_").replace("-", "_") for name in header]
     path, label = (_column(names, known, file) for known in (PATH, LABEL))
     if path is None or label is None:
+        if not header:
+            raise UserError(
+                f"{file} is empty", fix="write a header, such as path,label, and a row for each image"
+            )
         missing, known = ("paths", PATH) if path is None else ("labels", LABEL)
-        shown = ", ".join(printable(name) for name in header[:8]) or "empty"
+        shown = ", ".join(printable(name) for name in header[:8])
         raise UserError(
             f"{file} has no column of {missing}; its first line is: {shown}",
             fix=f"the first line must name the columns: call it {known[0]} (or {', '.join(known[1:7])})",

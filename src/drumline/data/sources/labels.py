@@ -4,7 +4,8 @@ Promises: classes are sorted by name, or by value if all labels are whole number
 and file name. The order of the rows therefore does not matter, and a file that lists class folders gives the ids and
 labels of the folder source. Nothing is dropped silently: files that do not exist, images with two labels or in two
 splits, empty labels, unknown splits and evaluation classes without training samples are rejected, all in one error;
-repeated rows, rows of an unused split and images without a row are reported.
+repeated rows, rows of an unused split, images without a row and labels that differ only in case
+are reported.
 """
 
 from __future__ import annotations
@@ -129,11 +130,20 @@ class _Table:
             "repeated-row", "rows that repeat the image of an earlier row, dropped", repeated
         )
         if faults := [fault for fault in faults if fault.items]:
-            raise FaultyData.of(str(file), faults, [dropped])
+            nothing = (
+                every and not any(self.images.values()) and [each.kind for each in faults] == ["missing"]
+            )
+            fix = {"fix": self._right_folder(every[0].path)} if nothing else {}
+            raise FaultyData.of(str(file), faults, [dropped], **fix)
         self.remarks = (
             dropped,
             self._lines("left-out", "rows with the split test, left out because there are val rows", unused),
             self._unlisted(unused),
+            Fault(
+                "case",
+                "labels that differ only in case",
+                [(str(file), each) for each in _same_letters(names)],
+            ),
         )
 
     def dataset(self, spec: DatasetSpec) -> FolderDataset:
@@ -220,6 +230,15 @@ class _Table:
             path = path.replace("\\", "/")
         return os.path.normpath(os.path.join(self.root, os.path.expanduser(path)))  # noqa: PTH111, PTH118
 
+    def _right_folder(self, path: str) -> str:
+        """The fix for rows of which no file exists: the folder below which the first one is found."""
+        below = (Path(folder) for folder, _, _ in os.walk(self.root))
+        for folder in (self.root.parent, *below):
+            where, name = os.path.split(folder / path)
+            if self._listing(where).find(name):
+                return f"paths are relative to data.path: did you mean data.path={folder} data.labels={self.file}?"
+        return f"paths are relative to data.path, here {self.root}: give the folder that they begin in"
+
     def _listing(self, folder: str) -> _Listing:
         if folder not in self._listings:
             self._listings[folder] = _Listing(folder)
@@ -293,6 +312,14 @@ def _by_split(
     if rows[VAL]:
         return rows, unknown, [(row, "") for row in test]
     return {TRAIN: rows[TRAIN], VAL: test}, unknown, []
+
+
+def _same_letters(labels: set[str]) -> list[str]:
+    """The labels that are equal except for upper and lower case, as `Tench and tench`."""
+    groups: dict[str, list[str]] = {}
+    for label in sorted(labels):
+        groups.setdefault(label.casefold(), []).append(label)
+    return [" and ".join(group) for group in groups.values() if len(group) > 1]
 
 
 def _class_names(labels: set[str]) -> tuple[tuple[str, ...], dict[str, list[str]], list[str]]:

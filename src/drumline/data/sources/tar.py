@@ -28,7 +28,7 @@ from drumline.data.sources.base import (
     map_file,
 )
 from drumline.data.sources.divide import holdout_ids, reject_holdout
-from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending
+from drumline.data.sources.folder import EVAL_FOLDERS, EXTENSIONS, SPLIT_LIKE, file_ending, is_hidden
 
 COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip"),
@@ -223,7 +223,7 @@ def _tree(archive: Images, file: Path) -> _Folder:
             known[folder_path] = _folder(top, _parts(folder_path, member.name, file))
         _parts(name, member.name, file)
         folder = known[folder_path]
-        if folder is None or not name or name.startswith("."):
+        if folder is None or not name or is_hidden(name):
             continue
         image = name.lower().endswith(EXTENSIONS)
         if member.kind == "symbolic link" or (image and member.kind != "file"):
@@ -245,7 +245,7 @@ def _tree(archive: Images, file: Path) -> _Folder:
 
 def _folder(top: _Folder, parts: list[str]) -> _Folder | None:
     """The folder of that path, made where it is new; None if it or one above it is hidden."""
-    if any(part.startswith(".") for part in parts):
+    if any(map(is_hidden, parts)):
         return None
     for part in parts:
         top = top.folders.setdefault(part, _Folder(f"{top.path}/{part}".lstrip("/")))
