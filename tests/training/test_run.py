@@ -212,7 +212,7 @@ def test_the_best_evaluation_is_forgotten_if_the_evaluation_set_changes(tmp_path
     assert "do not count" not in ended(fold=0, steps=4)[1]
     found, log = ended(fold=1, steps=6)
     assert "the evaluation set has changed since step-4" in log
-    assert "the evaluations so far do not count as best" in log
+    assert "; earlier evaluations no longer count as best" in log
     assert found.best_epoch == 3, "the first evaluation on the new set"
 
 

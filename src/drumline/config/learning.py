@@ -179,8 +179,8 @@ class Optim:
     for sgd 0.1 at a batch of 128; a third of that if the run starts from `model.weights`. Your own optimizer needs a
     number."""
     head_lr: Annotated[ResolvedFloat, Range(0, 1e6)] = 1.0
-    """Factor on the learning rate of the classifier, the model's last linear layer. 10 is usual for a new classifier
-    on trained weights. `auto`: 3 if `model.weights` has other classes, so that the classifier is new, else 1."""
+    """Factor on the learning rate of the classifier, the model's last linear layer. `auto`: 3 if the classifier is
+    new because the classes of `model.weights` differ from the data's, else 1. `finetune=WEIGHTS` sets `auto`."""
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     """Factor on the learning rate from each block of the model to the preceding one: the classifier learns at the
     full rate, and the first layers at the lowest. 0.65 to 0.9 is usual for fine-tuning a transformer. 1: off."""

@@ -105,7 +105,7 @@ def compare_manifest(
     warnings = compare_data(manifest.environment, environment, checkpoint, strict)
     if "evaluation" in warnings:
         position = forget_best(position)
-        warnings["evaluation"] += "; the evaluations so far do not count as best"
+        warnings["evaluation"] += "; earlier evaluations no longer count as best"
     return position, [*messages, *warnings.values()]
 
 

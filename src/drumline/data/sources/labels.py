@@ -4,8 +4,7 @@ Promises: classes are sorted by name, or by value if all labels are whole number
 and file name. The order of the rows therefore does not matter, and a file that lists class folders gives the ids and
 labels of the folder source. Nothing is dropped silently: files that do not exist, images with two labels or in two
 splits, empty labels, unknown splits and evaluation classes without training samples are rejected, all in one error;
-repeated rows, rows of an unused split, images without a row and labels that differ only in case
-are reported.
+repeated rows, rows of an unused split, images without a row and labels that differ only in case are reported.
 """
 
 from __future__ import annotations
