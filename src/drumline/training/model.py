@@ -39,6 +39,7 @@ from drumline.state.weights import (
     record_of_weights,
     resolve_weights,
 )
+from drumline.training.defaults import FINE_TUNING
 from drumline.training.sets import Sets
 
 FIELDS = WeightFields()
@@ -63,8 +64,8 @@ def initial_model(recipe: Recipe, classes: Classes, world: World) -> tuple[nn.Mo
     )
 
 
-NEW_HEAD = 3.0
-"""What `optim.head_lr = auto` means for a new classifier on trained weights: the usual rate, see `defaults.py`."""
+NEW_HEAD = 1 / FINE_TUNING
+"""What `optim.head_lr = auto` means for a new classifier on trained weights: the rate of a run from scratch."""
 
 
 def choose_head_rate(recipe: Recipe, classes: Classes, world: World) -> tuple[Recipe, str]:
