@@ -1,23 +1,25 @@
 """Every model in every format of `drumline export`: whether the file matches the model, and how fast it is.
 
     python benchmarks/export_matrix.py [--data FOLDER] [--size 64] [--steps 20] [--models NAME ...] [--formats ...]
-    python benchmarks/export_matrix.py --device cuda --size 224 --batches 1 256
+    python benchmarks/export_matrix.py --device cuda --size 224 --batches 1 256 --jobs 6
     python benchmarks/export_matrix.py --small      # one model, two formats: a check that the script works
 
 Trains each model for a few steps on FOLDER (default: the embedded digits), exports it in each format, and verifies it
-on every evaluation image. Model and file are timed in alternating rounds, with pixels that are on the device. Prints
+on every evaluation image. Then model and file are timed in alternating rounds, with pixels that are on the device. Prints
 a markdown table. Exits with 1 if a file gives different results; a format that cannot hold a model is a row with the
 reason.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import sys
 import tempfile
 import time
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -97,19 +99,38 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=0, help="evaluation images; 0: all of them")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=(*FORMATS, "script"))
+    parser.add_argument("--jobs", type=int, default=1, help="models to train and export at a time, before the timing")
     options = parser.parse_args()
     timed = [f"batch of {batch}" for batch in options.batches]
     columns = ["model", "format", "images", "same class", "logits differ by", "limit", *timed, "export"]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     wrong = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for model in options.models:
-            run = trained(model, options, folder)
-            for kind in options.formats:
-                wrong += not row(model, run, kind, options, Path(folder))
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(options.jobs) as pool:
+        print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+        for rows in pool.starmap(exports, [(model, options, folder) for model in options.models], chunksize=1):
+            for row in rows:
+                times = speeds(row, options) if row.right and row.file else [""] * len(options.batches)
+                print(f"| {' | '.join([*row.cells, *times, row.seconds])} |", flush=True)
+                wrong += not row.right
     machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     print(f"\n{machine}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
     return 1 if wrong else 0
+
+
+@dataclass
+class Row:
+    """What one export gave."""
+
+    run: str
+    cells: list[str]
+    right: bool
+    file: str = ""
+    seconds: str = ""
+
+
+def exports(model: str, options: Namespace, folder: str) -> list[Row]:
+    run = trained(model, options, folder)
+    return [export(model, run, kind, options, Path(folder)) for kind in options.formats]
 
 
 def trained(model: str, options: Namespace, folder: str) -> str:
@@ -124,12 +145,12 @@ def trained(model: str, options: Namespace, folder: str) -> str:
     return str(drumline.train(drumline.Recipe.from_args(settings))["run"])
 
 
-def row(model: str, run: str, kind: str, options: Namespace, folder: Path) -> bool:
-    """Exports, prints the row, and returns whether the file is right or was rejected for a reason of its format."""
+def export(model: str, run: str, kind: str, options: Namespace, folder: Path) -> Row:
+    """Exports and verifies. The file is right, or the export was rejected for a reason of its format."""
     name = model.removeprefix("export_matrix:")
     began = time.perf_counter()
     format_ = "torchscript" if kind == "script" else kind
-    out = folder / f"model{ENDINGS.get(format_, '.pt2')}"
+    out = folder / f"{name}-{kind}{ENDINGS.get(format_, '.pt2')}"
     try:
         report = drumline.export_model(
             run,
@@ -141,23 +162,20 @@ def row(model: str, run: str, kind: str, options: Namespace, folder: Path) -> bo
             trust=True,
         )
     except drumline.UserError as error:
-        cells = ["", f"rejected ({error.code}): {error.what.splitlines()[0]}"]
-        print(f"| {name} | {kind} | {' | '.join(cells + [''] * (len(options.batches) + 3))} |", flush=True)
-        return error.code in ("export-failed", "unsupported-operator", "no-compiler", "missing-package")
-    seconds = time.perf_counter() - began
-    cells = [f"{report['images']:,}", f"{report['top1_agreement']:.2%}"]
+        reason = f"rejected ({error.code}): {error.what.splitlines()[0]}"
+        known = error.code in ("export-failed", "unsupported-operator", "no-compiler", "missing-package")
+        return Row(run, [name, kind, "", reason, "", ""], known)
+    cells = [name, kind, f"{report['images']:,}", f"{report['top1_agreement']:.2%}"]
     cells += [f"{report['logit_difference']:.1e}", f"{report['limit']:.1e}"]
-    cells += [*speeds(run, out, options), f"{seconds:.0f} s"]
-    print(f"| {name} | {kind} | {' | '.join(cells)} |", flush=True)
-    return True
+    # Weights are the model itself: there is nothing to time.
+    file = "" if kind == "safetensors" else str(out)
+    return Row(run, cells, True, file, f"{time.perf_counter() - began:.0f} s")
 
 
-def speeds(run: str, out: Path, options: Namespace) -> list[str]:
-    """How many times as fast as the model the file is; empty for weights, which are the model."""
-    if out.suffix == ".safetensors":
-        return [""] * len(options.batches)
-    original = load_trained(run, device=options.device, trust=True)
-    exported = load_model(out, device=options.device, trust=True)
+def speeds(row: Row, options: Namespace) -> list[str]:
+    """How many times as fast as the model the file is."""
+    original = load_trained(row.run, device=options.device, trust=True)
+    exported = load_model(row.file, device=options.device, trust=True)
     found = []
     for batch in options.batches:
         shape = (batch, original.record.size, original.record.size, 3)

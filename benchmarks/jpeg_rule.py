@@ -131,6 +131,7 @@ def differences(
     places = place(layouts, sides[:, 0], sides[:, 1])
     lengths = np.array([len(sample.data) for sample in samples])
     arena = torch.full((places.end,), 171, dtype=torch.uint8, device=device)
+    torch.cuda.current_stream(device).synchronize()  # the engine would not wait for the fill
     encoded = np.frombuffer(b"".join(sample.data for sample in samples), np.uint8)
     statuses = _decoder(device).decode(encoded, np.cumsum(lengths) - lengths, lengths, arena, places)
     return [

@@ -154,6 +154,37 @@ def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
 
 
 @needs_engine
+def test_decoding_never_overwrites_memory_that_queued_work_still_reads(files: Path) -> None:
+    """nvJPEG's engine writes at once, even into memory that torch has freed behind work that has not run yet."""
+    from drumline.data.feed.loader import PinnedPool
+    from drumline.data.feed.threads import threaded_batches
+    from drumline.data.gpu.decoder import DeviceDecoder
+    from drumline.data.gpu.layout import place
+
+    _, source = opened(files)
+    transform = Transform(64, "crop-flip", on_bad="substitute")
+    decoder = DeviceDecoder(len(source), transform, DEVICE)
+    feed = threaded_batches(source, transform, 5, requests(source), 2, PinnedPool().take, decoder.route)  # type: ignore[arg-type]
+    sums, windows = [], []
+    with closing(feed), closing(decoder), torch.cuda.stream(torch.cuda.Stream()):
+        made = next(feed)
+        undecoded = made.undecoded
+        assert undecoded is not None
+        size = place(undecoded.layouts, undecoded.sizes[:, 0], undecoded.sizes[:, 1]).end
+        for _ in range(20):
+            images = torch.zeros((16, 64, 64, 3), dtype=torch.uint8, device=DEVICE)
+            freed = torch.ones(size, dtype=torch.uint8, device=DEVICE)
+            torch.cuda._sleep(20_000_000)  # about ten milliseconds
+            sums.append(freed.sum())
+            del freed
+            decoder.fill(images, undecoded)
+            windows.append(images)
+        assert [int(each) for each in sums] == [size] * 20
+        assert all(torch.equal(each, windows[0]) for each in windows)
+        assert int(windows[0].count_nonzero()) > 0
+
+
+@needs_engine
 def test_the_gpu_decodes_what_the_threads_are_too_slow_for(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

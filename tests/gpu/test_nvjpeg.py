@@ -135,6 +135,7 @@ def round_trip(
     geometry[:, 2], geometry[:, 3], geometry[:, 4:6] = widths, heights, SIZE
     lengths = np.array([len(file) for file in files])
     arena = torch.full((places.end,), 77, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.current_stream().synchronize()  # the engine would not wait for the fill
     encoded = np.frombuffer(b"".join(files), np.uint8)
     statuses = decoder.decode(encoded, np.cumsum(lengths) - lengths, lengths, arena, places)
     out = torch.empty((len(files), SIZE, SIZE, 3), dtype=torch.uint8, device=DEVICE)

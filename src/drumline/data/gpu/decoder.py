@@ -27,10 +27,10 @@ from drumline.core.errors import UserError
 from drumline.data.feed.batch import Undecoded
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu.layout import PITCH_MULTIPLE, layout_of_file, place
-from drumline.data.gpu.nvjpeg import NvJpegError, PlaneDecoder
+from drumline.data.gpu.nvjpeg import Arenas, NvJpegError, PlaneDecoder
 
 ARENA_BYTES = 1 << 30
-"""Decoded planes of one batch. The CPU decodes the samples beyond."""
+"""Decoded planes of one batch; there is room for two. The CPU decodes the samples beyond."""
 _UNKNOWN, _ON_CPU = -2, -1
 
 
@@ -43,6 +43,7 @@ class DeviceDecoder:
         self.transform, self.device, self.fraction = transform, device, fraction
         self._layouts = np.full(samples, _UNKNOWN, np.int8)
         self._planes: PlaneDecoder | None = None  # made when first needed, which may be never
+        self._arenas = Arenas(device)
         from drumline.data.gpu.resample import Resampler  # needs Triton
 
         self._resample = Resampler(device, transform.size, transform.resize, transform.interpolation)
@@ -77,7 +78,7 @@ class DeviceDecoder:
     def fill(self, images: torch.Tensor, undecoded: Undecoded) -> NDArray[np.int64]:
         """Puts the crops of the undecoded samples into their rows of `images`. Returns the rows that failed."""
         places = place(undecoded.layouts, undecoded.sizes[:, 0], undecoded.sizes[:, 1])
-        arena = torch.empty(places.end, dtype=torch.uint8, device=self.device)
+        arena = self._arenas.take(places.end)
         try:
             self._planes = self._planes or PlaneDecoder(self.device)
             statuses = self._planes.decode(
@@ -89,6 +90,7 @@ class DeviceDecoder:
             (len(undecoded.slots), *images.shape[1:]), dtype=torch.uint8, device=self.device
         )
         self._resample(arena, places, undecoded.geometry, windows)
+        self._arenas.read()
         rows = torch.from_numpy(undecoded.slots).pin_memory().to(self.device, non_blocking=True)
         images.index_copy_(0, rows, windows)
         failed = (statuses != 0) | (undecoded.status != 0)

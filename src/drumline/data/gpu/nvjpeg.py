@@ -57,6 +57,34 @@ def describe(status: int) -> str:
     return f"{name} ({status})"
 
 
+class Arenas:
+    """Two areas of device memory for the engine to write, in turns: one while queued work still reads the other.
+
+    torch hands out freed memory that queued work still uses, because everything on a stream waits for that work. The
+    engine does not wait, so the host does: for the last reader of an area, and for the whole stream if it grows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._areas = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._read = [torch.cuda.Event() for _ in range(2)]
+
+    def take(self, size: int) -> torch.Tensor:
+        """An area of at least this size, which no queued work uses."""
+        self._read.reverse()
+        self._areas.reverse()
+        self._read[0].synchronize()
+        if self._areas[0].numel() < size:
+            room = max(size, self._areas[0].numel() * 3 // 2)
+            self._areas[0] = torch.empty(room, dtype=torch.uint8, device=self.device)
+            torch.cuda.current_stream(self.device).synchronize()
+        return self._areas[0]
+
+    def read(self) -> None:
+        """The current stream has got all work that reads the area taken last."""
+        self._read[0].record(torch.cuda.current_stream(self.device))
+
+
 class PlaneDecoder:
     """Decodes batches, for one thread at a time. That thread waits, without the GIL, while the engine works."""
 
@@ -81,9 +109,12 @@ class PlaneDecoder:
         arena: torch.Tensor,
         places: Places,
     ) -> NDArray[np.int32]:
-        """Puts the JPEGs encoded[offset : offset + length] into the arena, each at its place, on the current stream.
-        Gives a status per image, 0 for success (see `describe`). The encoded bytes must stay as they
-        are until the stream is past this call; best in pinned memory."""
+        """Puts the JPEGs encoded[offset : offset + length] into the arena, each at its place. Later work on the current
+        stream sees them. Gives a status per image, 0 for success (see `describe`). The encoded bytes must stay as they
+        are until the stream is past this call; best in pinned memory.
+
+        The engine writes at once, whatever the stream still has to do. No queued work may use the arena, not even as
+        another tensor that torch has freed: see `Arenas`."""
         assert places.end <= arena.numel()
         assert len(offsets) == len(lengths) == len(places.layout)
         statuses = np.zeros(len(offsets), np.int32)
@@ -175,7 +206,7 @@ def _trial(device: torch.device) -> str:
     geometry[:, 2] = geometry[:, 4] = places.width
     geometry[:, 3] = geometry[:, 5] = places.height
     out = torch.empty((len(files), size, size, 3), dtype=torch.uint8, device=device)
-    arena = torch.empty(places.end, dtype=torch.uint8, device=device)
+    arena = Arenas(device).take(places.end)
     with PlaneDecoder(device) as decoder:
         statuses = decoder.decode(np.concatenate(files), np.cumsum(lengths) - lengths, lengths, arena, places)
         Resampler(device, size)(arena, places, geometry, out)

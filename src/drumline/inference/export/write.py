@@ -55,9 +55,9 @@ def compile_program(kind: Format, module: nn.Module, example: Tensor, takes: str
     with torch.no_grad(), quiet():
         if kind == "torchscript":
             return _torchscript(module, example, how)
-        program = torch.export.export(
-            module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
-        )
+        # On a GPU, BatchNorm is traced as cuDNN's, which takes no larger batches.
+        batch = torch.export.Dim("batch", min=1, max=65_535 if example.is_cuda else None)
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
         if kind == "onnx":
             return _onnx(program, takes)
         return _aoti(program) if kind == "aoti" else _pt2(program)
