@@ -5,9 +5,9 @@
     python benchmarks/export_matrix.py --small      # one model, two formats: a check that the script works
 
 Trains each model for a few steps on FOLDER (default: the embedded digits), exports it in each format, and verifies it
-on every evaluation image. Then model and file are timed in alternating rounds, with pixels that are on the device. Prints
-a markdown table. Exits with 1 if a file gives different results; a format that cannot hold a model is a row with the
-reason.
+on every evaluation image. Then model and file are timed in alternating rounds, with pixels that are on the device.
+Prints a markdown table. Exits with 1 if a file gives different results; a format that cannot hold a model is a row
+with the reason.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=0, help="evaluation images; 0: all of them")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=(*FORMATS, "script"))
-    parser.add_argument("--jobs", type=int, default=1, help="models to train and export at a time, before the timing")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="models to train and export at a time, before the timing"
+    )
     options = parser.parse_args()
     timed = [f"batch of {batch}" for batch in options.batches]
     columns = ["model", "format", "images", "same class", "logits differ by", "limit", *timed, "export"]
@@ -107,7 +109,9 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Pool(options.jobs) as pool:
         print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
-        for rows in pool.starmap(exports, [(model, options, folder) for model in options.models], chunksize=1):
+        for rows in pool.starmap(
+            exports, [(model, options, folder) for model in options.models], chunksize=1
+        ):
             for row in rows:
                 times = speeds(row, options) if row.right and row.file else [""] * len(options.batches)
                 print(f"| {' | '.join([*row.cells, *times, row.seconds])} |", flush=True)

@@ -339,35 +339,45 @@ def test_distill_speed_measures_every_loop_and_notices_a_different_loss(
 
 
 @pytest.mark.slow
-def test_distill_quality_trains_each_run_once_and_lists_missing_runs(
+def test_distill_table_trains_each_run_once_and_lists_missing_runs(
     script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, small: dict[str, SmallRun]
 ) -> None:
-    folder = small["distill_quality"].folder / "distill-quality"
-    printed = small["distill_quality"].printed
-    for name, agrees in (("teacher", False), ("alone", True), ("kd", True)):
+    folder = small["distill_table"].folder / "distill-table"
+    printed = small["distill_table"].printed
+    for name, agrees in (("teacher", False), ("alone", False), ("kd", True)):
         (cells,) = rows(printed, name)
         assert cells[1] == "1"
         assert (cells[7] != "-") == agrees
     assert printed.splitlines()[-1].endswith("no verdict: kd.")
     runs = json.loads((folder / "results.json").read_text())["runs"]
-    assert [run["method"] for run in runs] == ["teacher", "alone", "kd"]
+    assert {run["method"] for run in runs} == {"teacher", "alone", "kd"}
 
     out = ("--small", "--out", str(folder))
-    quality = script("distill_quality", *out, "--seeds", "0,1", "--methods", "kd,dkd", "--budget", "0")
-    assert quality.main() == 0
+    table = script("distill_table", *out, "--seeds", "0", "1", "--methods", "kd", "dkd", "--budget", "0")
+    assert table.main() == 0
     again = capsys.readouterr().out
     assert rows(again, "kd") == rows(printed, "kd")
     for missing in ("alone, seed 1", "kd, seed 1", "dkd, seed 0", "dkd, seed 1"):
         assert f"Missing: {missing}: no time left" in again
     assert again.count("Missing") == 4
 
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("no such luck")
+    monkeypatch.setattr(table.sys, "executable", "/bin/false")
+    script("distill_table", *out, "--methods", "kd", "dkd")
+    assert table.main() == 1
+    assert "Missing: dkd, seed 0: failed with exit code 1" in capsys.readouterr().out
 
-    monkeypatch.setattr(quality, "distill", broken)
-    script("distill_quality", *out, "--methods", "kd,dkd")
-    assert quality.main() == 1
-    assert "Missing: dkd, seed 0: failed: RuntimeError: no such luck" in capsys.readouterr().out
+
+@pytest.mark.slow
+def test_distill_table_saves_its_runs_at_the_deadline_and_continues_them(
+    script: Any, capsys: Any, tmp_path: Path
+) -> None:
+    out = ("--small", "--out", str(tmp_path), "--epochs")
+    assert script("distill_table", *out, "400", "--budget", "9").main() == 0
+    printed = capsys.readouterr()
+    assert "the teacher is not trained yet (saved; the same command continues it)" in printed.out
+    (log,) = (tmp_path / "runs").glob("*.log")
+    checkpoints = [*(tmp_path / "runs").glob("*/checkpoints/step-*")]
+    assert checkpoints, log.read_text()
 
 
 def test_layouts_finds_pipelines_faster_than_stages_in_turn_and_slower_than_their_ideal(
@@ -442,32 +452,53 @@ def test_copy_overlap_measures_a_gain_draws_timelines_and_notices_different_bits
     assert rows(capsys.readouterr().out, "cifar/resnet8")[0][4] != "0"
 
 
-def test_distill_quality_rejects_an_unknown_method_before_training(
+def test_distill_table_rejects_an_unknown_method_before_training(
     script: Any, capsys: Any, tmp_path: Path
 ) -> None:
-    quality = script("distill_quality", "--small", "--methods", "kdd", "--out", str(tmp_path / "out"))
-    assert quality.main() == 2
+    table = script("distill_table", "--small", "--methods", "kdd", "--out", str(tmp_path / "out"))
+    assert table.main() == 2
     assert "distill.method = kdd" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_distill_quality_shortens_warm_ups_and_initial_stages_with_the_schedule(script: Any) -> None:
-    quality = script("distill_quality")
-    assert quality.method_words("kd+ls", 30) == ["distill.method=kd", "distill.standardise=true"]
-    assert quality.method_words("dkd", 30) == ["distill.method=dkd", "distill.options=dkd.warmup:2.5"]
-    assert quality.method_words("factor", 24) == ["distill.method=factor", "distill.initial_epochs=3"]
-    assert quality.method_words("dist@T=4", 24) == ["distill.method=dist", "distill.T=4"]
+def test_distill_table_runs_presets_and_shortens_warm_ups_and_initial_phases(script: Any) -> None:
+    table = script("distill_table")
+
+    def words(method: str, epochs: float, set_: str = "cifar100") -> dict[str, str]:
+        setting = table.Setting(set_, "", "resnet32x4-resnet8x4", epochs, ("alone", method), (0,))
+        return dict(word.split("=", 1) for word in table.recipe_words(setting, method, 0))
+
+    full = words("dkd", 240)
+    preset = dict(word.split("=", 1) for word in table.preset_arguments("cifar100/dkd/resnet32x4-resnet8x4"))
+    assert preset.items() <= full.items()
+    short = words("dkd", 30)
+    assert (short["train.epochs"], short["optim.milestones"]) == ("30", "18.75,22.5,26.25")
+    assert "warmup=2.5" in short["distill.options"]
+    assert words("dkd", 30, "digits")["distill.options"] == "dkd.warmup:2.5"
+    assert words("factor", 24)["distill.initial_epochs"] == "3"
+    assert words("kd+ls", 30, "digits")["distill.standardise"] == "true"
+    assert words("dist@T=4", 24)["distill.T"] == "4"
 
 
-def test_distill_quality_calls_a_method_better_only_if_the_gain_exceeds_both_half_spreads(
+def test_distill_table_says_which_figures_are_reproduced(script: Any) -> None:
+    report = script("distill_report")
+    setting = report.Setting("cifar100", "", "resnet32x4-resnet8x4", 240, ("alone", "kd", "dkd"), (0,))
+
+    def runs(*last: float) -> list[Any]:
+        return [report.Done("", "", 0, "", "", "", 0, 1, top1, top1, None) for top1 in last]
+
+    text = report.reproduction(setting, {"alone": runs(0.725), "kd": runs(0.73, 0.732), "dkd": runs(0.75)})
+    assert text == ("Within 0.5 points of the published figure: alone (+0.00), kd (-0.23). Not: dkd (-1.32).")
+
+
+def test_distill_report_calls_a_method_better_only_if_the_gain_exceeds_both_half_spreads(
     script: Any,
 ) -> None:
-    table = script("distill_table")
+    table = script("distill_report")
 
     def runs(*last: float) -> list[Any]:
         return [
-            table.Done("", seed, "", "", "", 0, 1, top1, top1, 1.0, None, 1.0, 1.0)
-            for seed, top1 in enumerate(last)
+            table.Done("", "", seed, "", "", "", 0, 1, top1, top1, None) for seed, top1 in enumerate(last)
         ]
 
     text = table.verdict(

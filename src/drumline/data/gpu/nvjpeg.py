@@ -109,12 +109,12 @@ class PlaneDecoder:
         arena: torch.Tensor,
         places: Places,
     ) -> NDArray[np.int32]:
-        """Puts the JPEGs encoded[offset : offset + length] into the arena, each at its place. Later work on the current
-        stream sees them. Gives a status per image, 0 for success (see `describe`). The encoded bytes must stay as they
-        are until the stream is past this call; best in pinned memory.
+        """Decodes the JPEGs encoded[offset : offset + length] into the arena, each at its place. Later work on the
+        current stream sees them. Returns a status per image, 0 for success (see `describe`). The encoded bytes must
+        not change until the stream is past this call; use pinned memory.
 
-        The engine writes at once, whatever the stream still has to do. No queued work may use the arena, not even as
-        another tensor that torch has freed: see `Arenas`."""
+        The engine writes at once and does not wait for the stream. No queued work may use the arena, not even through
+        a freed tensor whose memory it got: see `Arenas`."""
         assert places.end <= arena.numel()
         assert len(offsets) == len(lengths) == len(places.layout)
         statuses = np.zeros(len(offsets), np.int32)
