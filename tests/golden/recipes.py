@@ -106,14 +106,14 @@ DISTILL = {
     "distill-live": f"{WIDE} distill.method=kd data.mixup=0.2 distill.teacher_precision=bf16",
     "distill-cached": f"{WIDE} distill.method=kd,srd distill.cache=cache",
     "distill-helpers": f"{WIDE} distill.method=crd,vid distill.options=crd.K:64,crd.dim:8 {MOVED}",
-    "distill-ddp": f"{WIDE} parallel.processes=2 distill.method=rkd,hint distill.options=hint.layer:1 distill.a=1",
+    "distill-ddp": f"{WIDE} parallel.processes=2 distill.method=rkd,vid distill.a=1",
     "distill-ensemble": "distill.teacher=golden_own:wide,golden_own:tiny "
     "distill.teacher_weights=wide.safetensors,tiny.safetensors distill.ensemble=logits "
     "distill.shares=2,1 distill.method=dkd distill.teacher_layout=model distill.teacher_stages=2 "
     "parallel.virtual=true train.accumulate=2",
     "distill-stages": f"{WIDE} distill.method=factor distill.initial_epochs=0.05",
     "distill-pipeline": f"{WIDE} {STAGED} parallel.processes=2 parallel.split=layer2 distill.teacher_layout=pipeline "
-    "distill.method=hint,kd",
+    "distill.method=vid,kd",
 }
 ALSO = {
     "strict-ddp": ("strict", f"train {STRICT} parallel.processes=2"),
