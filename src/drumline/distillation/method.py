@@ -160,6 +160,11 @@ class Method:
                 field = "distill.T" if name == "T" else f"distill.options {name}"
                 raise UserError(f"{field} = {value:g}: {wrong.what}", wrong.fix)
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it reads the teacher's logits, so that the teacher needs the data's classes."""
+        return self.on_logits or "logits" in self.reads
+
     @classmethod
     def initial_method(cls) -> type[Method]:
         """The method that its initial phase trains."""
@@ -167,12 +172,14 @@ class Method:
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The taps that it reads. Raises a `UserError` with the reason if the two networks do not fit the method."""
-        if self.reads == "logits":
+        if self.reads_logits:
             require_same_classes(self.name, student, teacher)
+        taps = self.reads.removesuffix("logits").rstrip(", ")
+        if not taps:
             return Needs()
-        if self.reads == "stages":
+        if taps == "stages":
             return needs_of(require_pairs(self.name, student, teacher))
-        tap_of = {"pooled": pooled_tap, "last stage": last_stage}[self.reads]
+        tap_of = {"pooled": pooled_tap, "last stage": last_stage}[taps]
         return Needs((tap_of(self.name, student),), (tap_of(self.name, teacher),))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module | None:

@@ -46,6 +46,11 @@ class Selection:
         """The methods that relate all samples of the global batch."""
         return [each.name for each in self.methods if each.method.scope == "global_batch"]
 
+    @property
+    def reading_logits(self) -> list[str]:
+        """The methods that read the teacher's logits."""
+        return [each.name for each in self.methods if each.method.reads_logits]
+
     def describe(self) -> str:
         """The log line about the loss."""
         terms = [f"{self.r:g} cross-entropy"] if self.r else []

@@ -101,6 +101,11 @@ class FittedNetworks:
         return _unique(tap for need in self.needs.values() for tap in need.teacher)
 
     @property
+    def foreign(self) -> bool:
+        """Whether a teacher has classes of its own."""
+        return any(each.foreign for each in self.teachers)
+
+    @property
     def reading_teacher(self) -> tuple[str, ...]:
         """The methods whose helpers read the teacher's taps."""
         return tuple(name for name, method in self.methods.items() if method.helper_reads_teacher)

@@ -213,8 +213,12 @@ class _Builder:
         self, teacher: Teacher, networks: FittedNetworks, runs_here: bool
     ) -> tuple[Score | None, tuple[Metric, ...]]:
         """The teacher's score, and the metric that compares the student with its predictions. A later initial phase
-        does not measure again."""
+        does not measure again, and a teacher of other classes has no score."""
         if self.selection.phase and self.previous:
+            return None, ()
+        if networks.foreign:
+            self.messages.append("the teacher's accuracy is not measured: its classes are not the data's")
+            self.messages += image_warnings(self.recipe, self.sets, networks.teachers)
             return None, ()
         predictions = torch.full((len(self.sets.eval),), -1, device=self.world.device)
         score = measure_teacher(teacher, predictions, self.sets, self.strategy, runs_here)
@@ -254,6 +258,7 @@ class _Builder:
             teacher=teacher,
             standardise=self.recipe.distill.standardise,
             concurrent=concurrent and not networks.reading_teacher,
+            agreement=not networks.foreign,
         )
 
     def _terms(self, networks: FittedNetworks, module: StudentWithHelpers) -> list[LossTerm]:

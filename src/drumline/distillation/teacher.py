@@ -1,17 +1,18 @@
 """Teachers: loaded from their weights, measured, and run beside the student; one, or an ensemble.
 
 Promises: every tensor of a teacher comes from its weights, which also name the model. Its classes are matched to
-those of the data by name, and its accuracy is measured before the first step. A teacher runs in inference mode,
-without gradients, in its own precision, on this process's device (in stages: each tensor on the device of its stage),
-without making the host wait. `check` verifies this, and that no bit has changed since loading. Rejects a teacher
-without weights, and one whose classes differ from the data's.
+those of the data by name, and its accuracy is measured before the first step. If no method reads logits, it may have
+classes of its own, and its accuracy is not measured. A teacher runs in inference mode, without gradients, in its own
+precision, on this process's device (in stages: each tensor on the device of its stage), without making the host wait.
+`check` verifies this, and that no bit has changed since loading. Rejects a teacher without weights, and one whose
+classes differ from the data's if a method reads its logits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,13 +31,21 @@ from drumline.core.progress import progress
 from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.sampler import evaluation_starts
+from drumline.distillation.selection import select_methods
 from drumline.models import create_model
 from drumline.parallel.strategy import Strategy, to_device
 from drumline.parallel.world import World
 from drumline.state.fingerprint import fingerprints_of
 from drumline.state.folder import run_of
 from drumline.state.model_record import ModelRecord
-from drumline.state.weights import WeightFields, load_weights, resolve_weights, weights_record
+from drumline.state.weights import (
+    OTHER_CLASSES,
+    WeightFields,
+    classifier_rows,
+    load_weights,
+    resolve_weights,
+    weights_record,
+)
 from drumline.training.evaluate import score_module
 from drumline.training.metrics import Metric, Outputs, Score
 from drumline.training.model import model_record, reject_nonfinite, verify_weights
@@ -234,6 +243,8 @@ class LoadedTeacher:
     """What its weights file records about it."""
     messages: tuple[str, ...] = ()
     """How its classes were matched to the data's."""
+    foreign: bool = False
+    """Its classes are not the data's, so it teaches only by its features."""
 
 
 def load_teachers(
@@ -241,9 +252,13 @@ def load_teachers(
 ) -> list[LoadedTeacher]:
     """Every teacher of the recipe, in order. Teachers that will be cut into stages stay `on_host`."""
     names, paths = check_teachers(recipe.distill), recipe.distill.teacher_weights
-    return [
-        _load(recipe, name, path, classes, world, on_host) for name, path in zip(names, paths, strict=True)
+    reading_logits = select_methods(recipe.distill).reading_logits
+    loaded = [
+        _load(recipe, name, path, classes, reading_logits) for name, path in zip(names, paths, strict=True)
     ]
+    if on_host:
+        return loaded
+    return [replace(each, module=to_device(each.module, recipe, world.device)) for each in loaded]
 
 
 def check_teachers(distill: Distill) -> tuple[str, ...]:
@@ -363,15 +378,36 @@ def _without_code(name: str, path: str) -> str:
 
 
 def _load(
-    recipe: Recipe, name: str, path: str, classes: Classes, world: World, on_host: bool
+    recipe: Recipe, name: str, path: str, classes: Classes, reading_logits: Sequence[str]
 ) -> LoadedTeacher:
+    """A teacher on the host. Without methods that read logits, it keeps classes of its own, or has none."""
     verify_weights(Path(path), FIELDS)
     count = len(classes) if recipe.model.classes == "auto" else recipe.model.classes
     record = weights_record(resolve_weights(path, FIELDS))
     arguments = record.arguments if record is not None and record.model == name else {}
     module = create_model(name, classes=count, **arguments)
-    report = load_weights(module, path, classes=classes, fields=FIELDS)
+    try:
+        report = load_weights(module, path, strict_head=bool(reading_logits), classes=classes, fields=FIELDS)
+    except UserError as error:
+        if error.code != OTHER_CLASSES:
+            raise
+        reads = "reads" if len(reading_logits) == 1 else "read"
+        raise UserError(
+            error.what,
+            f"{', '.join(reading_logits)} {reads} the teacher's logits: give a teacher that was trained on the "
+            "data's classes, or use only methods on features, such as hint, attention or crd",
+            error.code,
+        ) from error
+    notes, foreign = report.notes, bool(report.reinitialised)
+    if foreign:
+        rows = classifier_rows(path, module, FIELDS)
+        if rows:
+            module = create_model(name, classes=rows, **arguments)
+            load_weights(module, path, fields=FIELDS)
+        else:
+            for key in report.reinitialised:
+                nn.init.zeros_(module.get_parameter(key))
+        own = f"its {rows:,} classes are not the data's" if rows else "it has no classifier"
+        notes = (f"teacher {name} ({path}): {own}, so it teaches by its features alone",)
     reject_nonfinite(module, report.file, FIELDS)
-    if not on_host:
-        module = to_device(module, recipe, world.device)
-    return LoadedTeacher(name, path, module, report.record, report.notes)
+    return LoadedTeacher(name, path, module, report.record, notes, foreign)

@@ -33,6 +33,10 @@ from drumline.state.tensors import file_metadata, write_tensors
 from drumline.state.weight_files import State, WeightFields, named_path, read_state, unwrapped_state
 
 
+OTHER_CLASSES = "other-classes"
+"""The code of the error about weights of different classes."""
+
+
 @dataclass(frozen=True)
 class WeightReport:
     """The result of `load_weights`."""
@@ -84,7 +88,9 @@ def load_weights(
     if other and strict_head:
         outputs = next((len(found[key]) for key in fit.head), 0)
         raise UserError(
-            f"{file} has different classes: {other}", fix=_other_classes_fix(record, outputs, fields)
+            f"{file} has different classes: {other}",
+            fix=_other_classes_fix(record, outputs, fields),
+            code=OTHER_CLASSES,
         )
     if other:
         for key in head:
@@ -101,6 +107,13 @@ def load_weights(
         _sort_head(fit.usable, head, order, file)
     model.load_state_dict(fit.usable, strict=False)
     return WeightReport(file, len(fit.usable), tuple(head) if other else (), record, (note,) if note else ())
+
+
+def classifier_rows(path: str | Path, model: nn.Module, fields: WeightFields | None = None) -> int:
+    """How many classes the weights of a model have; 0 if they have no classifier."""
+    found = unwrapped_state(read_state(resolve_weights(path, fields), fields), model)
+    found = _renamed(found, model, model.state_dict())
+    return next((len(found[key]) for key in _head_keys(model) if key in found), 0)
 
 
 def record_of_weights(path: str | Path, fields: WeightFields | None = None) -> ModelRecord | None:

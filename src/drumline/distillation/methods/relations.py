@@ -225,7 +225,7 @@ class Srd(Method):
     """
 
     name: ClassVar[str] = "srd"
-    reads: ClassVar[str] = "pooled"
+    reads: ClassVar[str] = "pooled, logits"
     weights: ClassVar[Weights] = Weights(b=1.0, T=1.0)
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
