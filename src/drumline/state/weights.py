@@ -32,7 +32,6 @@ from drumline.state.pretrained import TORCHVISION, is_pretrained, pretrained_fil
 from drumline.state.tensors import file_metadata, write_tensors
 from drumline.state.weight_files import State, WeightFields, named_path, read_state, unwrapped_state
 
-
 OTHER_CLASSES = "other-classes"
 """The code of the error about weights of different classes."""
 
