@@ -73,9 +73,9 @@ class Distillation(Objective):
         concurrent: bool = False,
         agreement: bool = True,
     ) -> None:
-        """`agreement`: report how often both networks predict the same class. `concurrent`: a GPU runs teacher and student at the same time, on two streams, because no helper reads the
-        teacher's taps. Measured on an H200: 1.06 times as fast for ResNet-34 and ResNet-18 at 224 px, 1.07 to 1.20
-        times for small CIFAR networks."""
+        """`agreement`: report how often both networks predict the same class. `concurrent`: a GPU runs teacher and
+        student at the same time, on two streams, because no helper reads the teacher's taps. Measured on an H200:
+        1.06 times as fast for ResNet-34 and ResNet-18 at 224 px, 1.07 to 1.20 times for small CIFAR networks."""
         self.loss_terms, self.r, self.classification = tuple(terms), r, classification
         self.run_teacher = run_teacher
         self.global_batch, self.teacher = global_batch, teacher
