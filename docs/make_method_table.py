@@ -11,6 +11,7 @@ from drumline.config.fields import fields_of
 from drumline.config.toml import literal
 from drumline.distillation.method import Method
 from drumline.distillation.methods import METHODS
+from drumline.distillation.schedules import TermSchedule
 
 PAGE = Path(__file__).with_name("distillation.md")
 BEGIN, END = "<!-- methods: written by docs/make_method_table.py -->", "<!-- end of methods -->"
@@ -27,6 +28,7 @@ def with_tables(page: str) -> str:
     ]
     options = ["| option | takes | default | meaning |", "|---|---|---|---|"]
     options += [row for method in METHODS.values() for row in _options(method)]
+    options += _schedule_options()
     return "\n".join([before + BEGIN, *methods, "", *options, END + after])
 
 
@@ -53,6 +55,20 @@ def _options(method: type[Method]) -> list[str]:
         f"| `{method.name}.{name}` | {option.takes()} | `{literal(option.default)}` | {option.help} |"
         for name, option in fields_of(method).items()
         if name != "T"
+    ]
+
+
+def _schedule_options() -> list[str]:
+    """The options that every method has; those of the temperature, every method with one."""
+    own: dict[float, list[str]] = {}
+    for method in METHODS.values():
+        if method.warmup:
+            own.setdefault(method.warmup, []).append(method.name)
+    exceptions = "".join(f"; {', '.join(names)}: `{epochs}`" for epochs, names in own.items())
+    return [
+        f"| `METHOD.{name}` | {option.takes()} | `{literal(option.default)}`"
+        f"{exceptions if name == 'warmup' else ''} | {option.help} |"
+        for name, option in fields_of(TermSchedule).items()
     ]
 
 

@@ -96,7 +96,7 @@ def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninte
     words = (
         TEACHER,
         "distill.method=crd,kd",
-        "distill.options=K:64,dim:16",
+        "distill.options=K:64,dim:16,crd.schedule:cosine,kd.T_schedule:linear,kd.T_end:2",
         "train.steps=24",
         "train.eval_every=0",
         "checkpoint.every_steps=4",
@@ -104,6 +104,7 @@ def test_crd_killed_and_resumed_on_two_processes_ends_with_the_bits_of_an_uninte
     )
     distil(home, "whole", *words)
     saved = home / "runs/cut/checkpoints/step-8"
+    assert "1 kd (T linear to 2) + 0.8 crd (cosine to 0 times)" in (home / "runs/whole/log.txt").read_text()
     killed(home, "cut", saved.exists, *words)
     output = distil(home, "cut", *words, "checkpoint.resume=auto")
     assert "resumed from" in output

@@ -18,9 +18,9 @@ from drumline.core.precision import BF16, FP32, Precision
 from drumline.data.feed.batch import Batch
 from drumline.distillation.method import LossInputs, Method, Needs, Scope
 from drumline.distillation.methods import METHODS
-from drumline.distillation.methods.logits import Dkd, Kd
+from drumline.distillation.methods.logits import Kd
 from drumline.distillation.methods.relations import Similarity
-from drumline.distillation.objective import AcrossRanks, Distillation, GlobalBatch, LossTerm, ramp
+from drumline.distillation.objective import AcrossRanks, Distillation, GlobalBatch, LossTerm
 from drumline.distillation.selection import select_methods
 from drumline.distillation.student import StudentOutput, StudentWithHelpers
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
@@ -150,28 +150,6 @@ def test_label_smoothing_applies_to_the_labels_alone() -> None:
     assert smoothed.terms is not None
     assert smoothed.terms[0] != plain.terms[0]
     assert smoothed.terms[1] == plain.terms[1]
-
-
-# Ramps.
-
-
-@pytest.mark.parametrize(
-    ("warmup", "expected"),
-    [(0.0, [1, 1, 1, 1]), (4.0, [0.25, 0.5, 0.75, 1, 1]), (1.0, [1, 1]), (20.0, [0.05, 0.1])],
-)
-def test_a_ramp_rises_by_epochs_to_one(warmup: float, expected: list[float]) -> None:
-    assert [ramp(warmup, epoch) for epoch in range(len(expected))] == pytest.approx(expected)
-
-
-def test_only_the_weight_of_a_method_with_warmup_rises() -> None:
-    batch = tiny.make(COUNT)
-    made = objective([part("kd", Kd(), 0.5), part("dkd", Dkd(warmup=4.0), 2.0)])
-    ce, kd = cross_entropies(batch.labels).sum(), kd_by_hand(4.0).sum()
-    for step, share in [(0, 0.25), (9, 0.25), (10, 0.5), (25, 0.75), (39, 1.0), (400, 1.0), (0, 0.25)]:
-        found = scored(made, batch, step)
-        assert found.terms is not None
-        dkd = found.terms[2].item()
-        assert found.loss.item() == pytest.approx(ce + 0.5 * kd + 2.0 * share * dkd, rel=1e-5)
 
 
 # Mixed images.

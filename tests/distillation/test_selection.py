@@ -180,7 +180,8 @@ def test_the_value_of_an_option_may_contain_the_other_separator() -> None:
 @pytest.mark.parametrize("sign", [":", "="])
 def test_an_option_may_name_its_method(sign: str) -> None:
     found = chosen("dkd", "hint", options=(f"dkd.beta{sign}2", f"hint.layer{sign}1", "warmup:3"))
-    assert [part.method for part in found.methods] == [Dkd(beta=2.0, warmup=3.0), Hint(layer=1)]
+    assert [part.method for part in found.methods] == [Dkd(beta=2.0), Hint(layer=1)]
+    assert [part.schedule.warmup for part in found.methods] == [3.0, 0.0]
 
 
 def test_an_option_that_two_methods_have_must_name_its_method() -> None:
@@ -188,7 +189,7 @@ def test_an_option_that_two_methods_have_must_name_its_method() -> None:
     assert "dkd and reviewkd both have it" in message
     assert "write dkd.warmup:5" in message
     found = chosen("dkd", "reviewkd", options=("dkd.warmup:5",))
-    assert [part.method.warmup for part in found.methods] == [5.0, 20.0]
+    assert [part.schedule.warmup for part in found.methods] == [5.0, 20.0]
 
 
 @pytest.mark.parametrize("text", ["gama:2", "crd.beta:2", "T:3"])
@@ -203,10 +204,6 @@ def test_an_option_of_a_method_that_is_not_selected_is_rejected(text: str) -> No
     message = rejected("dkd", options=(text,))
     assert f"distill.options: {text}" in message
     assert "dkd.beta" in message
-
-
-def test_an_option_for_a_method_without_options_is_rejected() -> None:
-    assert "has no options" in rejected("pkt", options=("beta:2",))
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ class _DryRun:
         from drumline.training.model import initial_model
 
         distill, sets = self.recipe.distill, self._sets
-        select_methods(distill)
+        selection = select_methods(distill)
         names = check_teachers(distill)
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
         messages: list[str] = []
@@ -248,7 +248,7 @@ class _DryRun:
             if not self._is_untrusted((self.recipe.model.name,), "model.name"):
                 student, _ = initial_model(self.recipe, Classes.of(sets.train), self._world())
                 check_fit(self.recipe, student, loaded, sets)
-        return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages]
+        return [f"teacher: {by}; method {'+'.join(distill.method)}", *messages, selection.describe()]
 
     def _world(self) -> World:
         import torch

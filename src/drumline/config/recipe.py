@@ -69,7 +69,8 @@ class Distill:
     standardise: bool = False
     """Standardise logits (z-score of each row) before methods that compare them."""
     options: tuple[str, ...] = ()
-    """Options of a method, as `beta:2,warmup:20`, or `dkd.beta:2` if several methods are combined."""
+    """Options of a method, as `beta:2,warmup:20`, or `dkd.beta:2` if several methods are combined. Every method takes
+    `warmup`, `schedule` and `end` for its weight and, if it has one, `T_schedule` and `T_end` for its temperature."""
     initial_epochs: Annotated[AutoFloat, Range(0)] = "auto"
     """Epochs of the initial phase, for methods that have one, such as fsp. `auto`: as in the method's paper."""
     student_taps: str = ""

@@ -150,8 +150,8 @@ class Method:
     none."""
     only_initial: ClassVar[bool] = False
     """Whether it takes no part in the main phase."""
-    warmup: float = 0.0
-    """Epochs over which the weight of the method rises linearly to its full value."""
+    warmup: ClassVar[float] = 0.0
+    """The warm-up of its weight in the paper, in epochs. Every method takes the options of `TermSchedule`."""
 
     def __post_init__(self) -> None:
         """Raises a `UserError` if an option is outside its limits."""

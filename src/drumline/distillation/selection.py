@@ -17,15 +17,17 @@ from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.distillation.method import Method
 from drumline.distillation.methods import METHODS
+from drumline.distillation.schedules import CONSTANT, TermSchedule
 
 
 @dataclass(frozen=True)
 class WeightedMethod:
-    """A method with its name and its weight."""
+    """A method with its name, its weight, and how they change."""
 
     name: str
     method: Method
     weight: float
+    schedule: TermSchedule = CONSTANT
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Selection:
     def describe(self) -> str:
         """The log line about the loss."""
         terms = [f"{self.r:g} cross-entropy"] if self.r else []
-        terms += [f"{each.weight:g} {each.name}" for each in self.methods]
+        terms += [f"{each.weight:g} {each.name}{each.schedule.describe()}" for each in self.methods]
         opening = f"initial phase of {self.phase}: " if self.phase else "loss = "
         tempered = any("T" in fields_of(type(each.method)) for each in self.methods)
         return opening + " + ".join(terms) + (f", T = {self.T:g}" if tempered else "")
@@ -77,12 +79,13 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
         found if wanted == "auto" else wanted
         for wanted, found in ((distill.r, r), (distill.a, a), (distill.T, T))
     )
-    options = _options(distill.options, names)
+    options = _options(distill.options, names, added=("kd",) if a and "kd" not in names else ())
     built = {name: _build(METHODS[name], {**options.get(name, {}), "T": T}) for name in (*names, "kd")}
+    schedules = {name: _schedule(distill, name, options.get(name, {})) for name in built}
     weights = _weights(distill, others)
-    methods = [WeightedMethod("kd", built["kd"], a)] if a else []
+    methods = [WeightedMethod("kd", built["kd"], a, schedules["kd"])] if a else []
     methods += [
-        WeightedMethod(name, built[name], weight)
+        WeightedMethod(name, built[name], weight, schedules[name])
         for name, weight in zip(others, weights, strict=True)
         if weight and not METHODS[name].only_initial
     ]
@@ -155,7 +158,10 @@ def _select_initial(distill: Distill, name: str) -> Selection:
     if METHODS[name].only_initial and distill.b:
         others = [other for other in distill.method if other != "kd"]
         weight = _weights(distill, others)[others.index(name)]
-    return Selection(0.0, (WeightedMethod(name, _build(kind, options), weight),), T=1.0, phase=name)
+    # Otherwise the schedule is that of the main phase.
+    schedule = _schedule(distill, name, options) if METHODS[name].only_initial else CONSTANT
+    method = WeightedMethod(name, _build(kind, options), weight, schedule)
+    return Selection(0.0, (method,), T=1.0, phase=name)
 
 
 def _names(distill: Distill) -> list[str]:
@@ -188,36 +194,59 @@ def _weights(distill: Distill, others: list[str]) -> list[float]:
     return list(distill.b)
 
 
-def _options(texts: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
-    """The options of every method, parsed by the types of its fields."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+def _options(
+    texts: tuple[str, ...], names: list[str], added: tuple[str, ...] = ()
+) -> dict[str, dict[str, Any]]:
+    """The options of every method, parsed by the types of its fields. Those of `added` methods need their name."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in (*names, *added)}
     for text in texts:
         key, _, value = text.partition(min(":=", key=lambda sign: text.find(sign) % (len(text) + 1)))
         owner, _, option = key.rpartition(".")
-        owners = [name for name in names if owner in ("", name) and option in _option_fields(name)]
+        candidates = [name for name in found if name == owner] if owner else names
+        owners = [name for name in candidates if option in _option_fields(name)]
         if not owners:
-            known = ", ".join(f"{name}.{option}" for name in names for option in _option_fields(name))
+            known = ", ".join(f"{name}.{option}" for name in found for option in _option_fields(name))
             raise UserError(
                 f"distill.options: {text}: distill.method = {','.join(names)} has no option {key!r}",
-                f"use one of: {known}" if known else "remove it: the method has no options",
+                f"use one of: {known}",
             )
+        if len(owners) > 1 and option == "warmup":  # that of the method whose paper has one
+            owners = [name for name in owners if METHODS[name].warmup] or owners
         if len(owners) > 1:
             raise UserError(
                 f"distill.options: {text}: {' and '.join(owners)} both have it", f"write {owners[0]}.{text}"
             )
-        hint = _option_fields(owners[0])[option].hint
+        field = _option_fields(owners[0])[option]
         try:
-            found[owners[0]][option] = from_text(hint, [value])
+            found[owners[0]][option] = from_text(field.hint, [value])
         except WrongValue:
             raise UserError(
-                f"distill.options: {text}: {option} must be {expected(hint)}", f"for example {option}:1"
+                f"distill.options: {text}: {option} must be {expected(field.hint)}",
+                f"for example {option}:{field.choices[-1] if field.choices else 1}",
             ) from None
     return found
 
 
 def _option_fields(name: str) -> dict[str, Field]:
-    """A method's options without the temperature, which is a field of the recipe."""
-    return {option: field for option, field in fields_of(METHODS[name]).items() if option != "T"}
+    """A method's options, without the temperature, which is a field of the recipe, and those of its schedule."""
+    own, schedule = fields_of(METHODS[name]), fields_of(TermSchedule)
+    changing = {key: field for key, field in schedule.items() if "T" in own or not key.startswith("T_")}
+    return {**{key: field for key, field in own.items() if key != "T"}, **changing}
+
+
+def _schedule(distill: Distill, name: str, options: dict[str, Any]) -> TermSchedule:
+    """The schedule of a method: its options, or the warm-up of its paper."""
+    known = fields_of(TermSchedule)
+    given = {key: value for key, value in options.items() if key in known}
+    schedule = TermSchedule(**{"warmup": METHODS[name].warmup, **given})
+    averaged = distill.ensemble == "probabilities" and len(distill.teacher_weights) > 1
+    if schedule.T_schedule != "constant" and averaged:
+        raise UserError(
+            f"distill.options T_schedule = {schedule.T_schedule}: distill.ensemble = probabilities averages the "
+            "teachers at one temperature",
+            "use distill.ensemble=logits, or T_schedule:constant",
+        )
+    return schedule
 
 
 def _build(kind: type[Method], numbers: dict[str, Any]) -> Method:

@@ -255,6 +255,7 @@ class _Builder:
             global_batch=self._global_batch(),
             device=self.world.device,
             per_epoch=self.plan.per_epoch,
+            total=self.plan.total,
             teacher=teacher,
             standardise=self.recipe.distill.standardise,
             concurrent=concurrent and not networks.reading_teacher,
@@ -272,6 +273,7 @@ class _Builder:
                 networks.needs[each.name],
                 has_helper=each.name in module.helpers,
                 memory=each.method.memory(labels, self.recipe.run.seed, self.grid.peers),
+                schedule=each.schedule,
             )
             for each in self.selection.methods
         ]

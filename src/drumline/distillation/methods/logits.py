@@ -111,6 +111,7 @@ class Dkd(Method):
     weights: ClassVar[Weights] = Weights(b=1.0, T=4.0)
     on_logits: ClassVar[bool] = True
     mixes: ClassVar[bool] = False
+    warmup: ClassVar[float] = 20.0
 
     T: Annotated[float, Range(above=0)] = 4.0
     """Temperature of both softmaxes."""
@@ -118,7 +119,6 @@ class Dkd(Method):
     """Weight of the label against all other classes."""
     beta: float = 8.0
     """Weight of the other classes among themselves."""
-    warmup: float = 20.0
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         if student.classes < 2:

@@ -246,10 +246,10 @@ class ReviewKd(Method):
     name: ClassVar[str] = "reviewkd"
     reads: ClassVar[str] = "stages before activation, pooled"
     weights: ClassVar[Weights] = Weights(b=5.0)
+    warmup: ClassVar[float] = 20.0
 
     mid: Annotated[int, Range(0)] = 0
     """Channels in which levels are fused. 0: as many as the student's deepest level has, up to 512."""
-    warmup: float = 20.0
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The common stages, before their activation where that tap exists, and the pooled vectors."""
