@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
-from drumline.config.recipe import Distill
+from drumline.config.fields import fields_of, with_values
+from drumline.config.limits import Range
+from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
 from drumline.distillation.methods import METHODS
 from drumline.distillation.methods.boundary import Abound
@@ -15,7 +18,8 @@ from drumline.distillation.methods.factor import Factor, Paraphrase
 from drumline.distillation.methods.logits import Dkd, Kd
 from drumline.distillation.methods.maps import Attention, Hint
 from drumline.distillation.methods.statistics import Fsp
-from drumline.distillation.selection import Selection, select_methods
+from drumline.distillation.schedules import TermSchedule
+from drumline.distillation.selection import Selection, check_selection, select_methods, temperature
 
 PAPERS: dict[str, tuple[float, float, float, float]] = {
     # r, a, b, T
@@ -50,6 +54,10 @@ def weights(found: Selection) -> dict[str, float]:
     return {part.name: part.weight for part in found.methods}
 
 
+def temperatures(found: Selection) -> dict[str, float]:
+    return {part.name: T for part in found.methods if (T := temperature(part.method)) is not None}
+
+
 def rejected(*methods: str, **fields: object) -> str:
     with pytest.raises(UserError) as caught:
         chosen(*methods, **fields)
@@ -63,7 +71,8 @@ def test_missing_numbers_come_from_the_paper(name: str) -> None:
     expected = {"kd": a} if a else {}
     if b and name not in ONLY_INITIAL:
         expected[name] = b
-    assert (found.r, found.T, weights(found)) == (r, T, expected)
+    assert (found.r, weights(found)) == (r, expected)
+    assert temperatures(found) in ({}, {name: T})
 
 
 def test_an_empty_recipe_selects_hintons_kd() -> None:
@@ -99,9 +108,43 @@ def test_standardised_kd_has_the_defaults_of_its_own_paper() -> None:
     assert (given.r, weights(given), given.T) == (1.0, {"kd": 4.0}, 3.0)
 
 
-def test_standardising_does_not_change_the_defaults_of_other_methods() -> None:
+def test_standardised_dkd_has_the_numbers_of_the_authors_of_the_standardisation() -> None:
+    """They multiply alpha and beta by 9, which is a weight of 9."""
     found = chosen("dkd", standardise=True)
-    assert (found.r, weights(found), found.T) == (1.0, {"dkd": 1.0}, 4.0)
+    assert (found.r, weights(found), temperatures(found)) == (1.0, {"dkd": 9.0}, {"dkd": 2.0})
+    given = chosen("dkd", standardise=True, b=(1.0,), T=4.0)
+    assert (weights(given), temperatures(given)) == ({"dkd": 1.0}, {"dkd": 4.0})
+    assert weights(chosen("hint", "kd", standardise=True)) == {"kd": 9.0, "hint": 100.0}
+
+
+def test_the_loss_line_names_the_methods_whose_logits_are_standardised() -> None:
+    assert chosen("kd", standardise=True).describe() == (
+        "loss = 0.1 cross-entropy + 9 kd, T = 2, logits of kd standardised"
+    )
+    assert chosen("hint", "kd", "dist", standardise=True).describe().endswith("kd and dist standardised")
+    assert "standardised" not in chosen("kd").describe()
+
+
+def test_each_method_has_the_temperature_of_its_own_paper() -> None:
+    found = chosen("dist", "kd", "srd")
+    assert temperatures(found) == {"kd": 4.0, "dist": 1.0, "srd": 1.0}
+    assert ", T = 4 (kd), 1 (dist), 1 (srd)" in found.describe()
+    assert temperatures(chosen("srd", a=1.0)) == {"kd": 4.0, "srd": 1.0}
+
+
+def test_a_temperature_of_the_recipe_is_for_all_methods_and_one_of_an_option_for_its_own() -> None:
+    assert temperatures(chosen("dist", "kd", T=3.0)) == {"kd": 3.0, "dist": 3.0}
+    found = chosen("dist", "kd", T=3.0, options=("dist.T:1",))
+    assert temperatures(found) == {"kd": 3.0, "dist": 1.0}
+    assert temperatures(chosen("dist", a=1.0, options=("kd.T:2",))) == {"kd": 2.0, "dist": 1.0}
+    assert temperatures(chosen("dist", options=("T:2",))) == {"dist": 2.0}
+    assert "kd and dist both" in rejected("kd", "dist", options=("T:2",))
+
+
+def test_an_ensemble_averages_at_the_temperature_of_the_first_method_on_logits() -> None:
+    assert chosen("dist", "kd").T == 4.0
+    assert chosen("dist", "kd", T=3.0).T == 3.0
+    assert chosen("dist").T == 1.0
 
 
 def test_standardising_without_a_method_on_logits_is_rejected() -> None:
@@ -192,7 +235,7 @@ def test_an_option_that_two_methods_have_must_name_its_method() -> None:
     assert [part.schedule.warmup for part in found.methods] == [5.0, 20.0]
 
 
-@pytest.mark.parametrize("text", ["gama:2", "crd.beta:2", "T:3"])
+@pytest.mark.parametrize("text", ["gama:2", "crd.beta:2", "crd.T:3"])
 def test_an_unknown_option_lists_the_known_ones(text: str) -> None:
     message = rejected("dkd", "crd", options=(text,))
     assert f"distill.options: {text}" in message
@@ -222,8 +265,75 @@ def test_an_option_of_a_wrong_type_is_rejected(text: str, kind: str) -> None:
     assert f"must be {kind}" in message
 
 
-def test_errors_of_the_method_itself_are_reported() -> None:
-    assert "distill.T = 0" in rejected("kd", T=0.0)
+OUT_OF_RANGE = {
+    "correlation": ("dim:-4", "dim:0", "dim:1000000000"),
+    "factor": ("k:0", "k:-1", "k:1e9"),
+    "dkd": ("beta:-8", "alpha:-1", "warmup:-3", "T:0", "T:-2", "T:1e30"),
+    "rkd": ("distance:-1", "angle:-1"),
+    "reviewkd": ("warmup:-3", "mid:-1"),
+    "crd": ("K:0", "dim:0", "tau:0", "momentum:1", "momentum:-0.1"),
+    "dist": ("beta:-1", "gamma:-1", "T:0"),
+    "hint": ("layer:0",),
+    "kdsvd": ("k:0",),
+    "abound": ("margin:0",),
+    "srd": ("exponent:0.5", "T:0"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in OUT_OF_RANGE.items() for text in texts]
+)
+def test_an_option_outside_its_limits_is_rejected_with_method_value_and_range(name: str, text: str) -> None:
+    message, option = rejected(name, options=(text,)), text.partition(":")[0]
+    assert f"distill.options: {name}.{option} = " in message
+    takes = {**fields_of(METHODS[name]), **fields_of(TermSchedule)}[option].takes()
+    assert f"{name}.{option} takes {takes}" in message
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_numbers_that_are_not_finite_are_rejected(name: str, value: str) -> None:
+    """As text, and from Python."""
+    for option, field in fields_of(METHODS[name]).items():
+        if field.hint is float:
+            message = rejected(name, options=(f"{name}.{option}:{value}",))
+            assert f"{name}.{option} must be {field.takes()}" in message
+        if field.hint in (int, float):
+            with pytest.raises(UserError, match=f"{name}.{option} = "):
+                METHODS[name](**{option: float(value)})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_number_of_a_method_declares_its_limits(name: str) -> None:
+    for option, field in fields_of(METHODS[name]).items():
+        if field.hint in (int, float):
+            assert any(isinstance(limit, Range) for limit in field.limits), option
+
+
+@pytest.mark.parametrize("field", ["distill.r", "distill.a", "distill.b", "distill.T"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_weights_outside_their_limits_are_rejected(field: str, value: float) -> None:
+    given = (value,) if field == "distill.b" else value
+    with pytest.raises(UserError, match=field):
+        with_values(Recipe(), {field: given}).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("similarity", 2), ("correlation", 2), ("rkd", 3), ("pkt", 2), ("srd", 2), ("reviewkd", 2), ("dist", 2)],
+)
+def test_a_batch_that_is_too_small_for_a_method_is_rejected(name: str, least: int) -> None:
+    """Of fewer samples, these methods learn nothing, or their BatchNorm has one value."""
+    found = chosen(name)
+    check_selection(found, with_values(Recipe(), {"data.batch": least}))
+    recipe = with_values(Recipe(), {"data.batch": least - 1})
+    with pytest.raises(UserError, match=f"data.batch = {least - 1}: {name} needs at least {least}"):
+        check_selection(found, recipe)
+    if name == "reviewkd":
+        with pytest.raises(UserError) as caught:
+            check_selection(found, with_values(recipe, {"data.batch": 8, "train.accumulate": 8}))
+        assert "data.batch = 8 in 8 micro-batches: reviewkd" in caught.value.what
+        assert "--data.batch 16" in caught.value.fix
 
 
 def test_initial_phases_are_listed_in_order_with_their_epochs() -> None:

@@ -104,7 +104,7 @@ TRAIN = {
 }
 DISTILL = {
     "distill-live": f"{WIDE} distill.method=kd data.mixup=0.2 distill.teacher_precision=bf16",
-    "distill-cached": f"{WIDE} distill.method=kd,srd distill.cache=cache",
+    "distill-cached": f"{WIDE} distill.method=kd,srd distill.T=1 distill.cache=cache",
     "distill-helpers": f"{WIDE} distill.method=crd,vid distill.options=crd.K:64,crd.dim:8 {MOVED}",
     "distill-ddp": f"{WIDE} parallel.processes=2 distill.method=rkd,vid distill.a=1",
     "distill-ensemble": "distill.teacher=golden_own:wide,golden_own:tiny "

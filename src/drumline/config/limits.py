@@ -24,8 +24,8 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`. `above` and `below` are bounds that are excluded themselves. `or_zero` also
-    allows 0, which turns the field off. `auto` is always allowed."""
+    """Finite numbers from `least` to `most`. `above` and `below` are bounds that are excluded themselves. `or_zero`
+    also allows 0, which turns the field off. `auto` is always allowed."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -49,6 +49,8 @@ class Range:
     def _check(self, value: float | str) -> Wrong | None:
         if isinstance(value, str) or (self.or_zero and value == 0):
             return None
+        if not math.isfinite(value):
+            return Wrong("not finite", "give a finite number")
         if value < self.least:
             what, fix = "too small", f"give at least {_number(self.least)}"
         elif value <= self.above:

@@ -64,10 +64,12 @@ class Distill:
     """Weight of kd, the divergence of softened logits. `auto`: as in the method's paper."""
     b: Annotated[tuple[float, ...], Range(0)] = ()
     """Weight of each other method, in the order of `method`. Empty: as in their papers."""
-    T: Annotated[AutoFloat, Range(above=0)] = "auto"
-    """Temperature of the logits. `auto`: as in the method's paper."""
+    T: Annotated[AutoFloat, Range(0.001, 1e6)] = "auto"
+    """Temperature of the logits, for all methods. `auto`: for each method as in its paper. `options` sets that of one
+    method, as `dist.T:1`."""
     standardise: bool = False
-    """Standardise logits (z-score of each row) before methods that compare them."""
+    """Standardise logits (z-score of each row) before methods that compare them. The defaults for kd and dkd are then
+    those of the standardisation's authors: T 2, weight 9."""
     options: tuple[str, ...] = ()
     """Options of a method, as `beta:2,warmup:20`, or `dkd.beta:2` if several methods are combined. Every method takes
     `warmup`, `schedule` and `end` for its weight and, if it has one, `T_schedule` and `T_end` for its temperature."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from drumline.config.fields import fields_of
+from drumline.config.fields import Field, fields_of
+from drumline.config.limits import Range
 from drumline.core.errors import UserError
 from drumline.models.base import pool_to
 from drumline.parallel.world import World
@@ -28,7 +29,7 @@ Scope = Literal["sample", "global_batch"]
 
 @dataclass(frozen=True)
 class Weights:
-    """Default weights: r for the cross-entropy with the labels, a for kd, b for the method; T is kd's temperature."""
+    """Default weights: r for the cross-entropy with the labels, a for kd, b for the method; T is the temperature."""
 
     r: float = 1.0
     a: float = 0.0
@@ -137,7 +138,11 @@ class Method:
     `stages`, `needs` follows from it; other methods override `needs`."""
     weights: ClassVar[Weights] = Weights()
     """The weights of the paper."""
+    standardised: ClassVar[Weights | None] = None
+    """The weights for standardised logits, if the authors of the standardisation changed them."""
     scope: ClassVar[Scope] = "sample"
+    least_samples: ClassVar[int] = 1
+    """The smallest batch of which it can learn, over all processes."""
     on_logits: ClassVar[bool] = False
     """Whether it compares logits. Logit standardisation applies only then."""
     mixes: ClassVar[bool] = True
@@ -154,11 +159,9 @@ class Method:
     """The warm-up of its weight in the paper, in epochs. Every method takes the options of `TermSchedule`."""
 
     def __post_init__(self) -> None:
-        """Raises a `UserError` if an option is outside its limits."""
+        """Raises a `UserError` if an option is outside its limits, or is not a finite number."""
         for name, option in fields_of(type(self)).items():
-            if wrong := option.check(value := getattr(self, name)):
-                field = "distill.T" if name == "T" else f"distill.options {name}"
-                raise UserError(f"{field} = {value:g}: {wrong.what}", wrong.fix)
+            check_option(self.name, option, getattr(self, name))
 
     @property
     def reads_logits(self) -> bool:
@@ -194,6 +197,16 @@ class Method:
     def loss(self, inputs: LossInputs) -> Tensor:
         """(n,) losses for scope `sample`, one number for scope `global_batch`."""
         raise NotImplementedError
+
+
+def check_option(method: str, option: Field, value: Any) -> None:
+    """Raises a `UserError` if the value of an option is outside its limits, or is not a finite number."""
+    finite = Range().check(value) if isinstance(value, int | float) else None
+    if wrong := option.check(value) or finite:
+        raise UserError(
+            f"distill.options: {method}.{option.name} = {value:g}: {wrong.what}",
+            f"{wrong.fix} ({method}.{option.name} takes {option.takes()})",
+        )
 
 
 Pair = tuple[str, str]

@@ -29,7 +29,7 @@ class TermSchedule:
     """Weight at the last step, as a multiple of the full weight, if `schedule` is not constant."""
     T_schedule: Shape = "constant"
     """How the temperature changes from its value (`distill.T`) at the first step until the last step."""
-    T_end: Annotated[float, Range(above=0)] = 1.0
+    T_end: Annotated[float, Range(0.001, 1e6)] = 1.0
     """Temperature at the last step, if `T_schedule` is not constant."""
 
     def __post_init__(self) -> None:

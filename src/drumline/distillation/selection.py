@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from drumline.config.fields import Field, WrongValue, expected, fields_of, from_text
+from drumline.config.fields import Field, WrongValue, fields_of, from_text
 from drumline.config.layouts import layout_named
 from drumline.config.recipe import Distill, Recipe
 from drumline.core.errors import UserError
-from drumline.distillation.method import Method
+from drumline.distillation.method import Method, Weights, check_option
 from drumline.distillation.methods import METHODS
 from drumline.distillation.schedules import CONSTANT, TermSchedule
 
@@ -37,7 +37,10 @@ class Selection:
     r: float
     methods: tuple[WeightedMethod, ...]
     """kd comes first if it has a weight."""
-    T: float
+    T: float = 1.0
+    """The temperature at which an ensemble of teachers averages: that of the first method that compares logits."""
+    standardised: tuple[str, ...] = ()
+    """The methods whose logits are standardised."""
     initial: tuple[tuple[str, float], ...] = ()
     """The initial phases that come before: their methods and epochs."""
     phase: str = ""
@@ -58,8 +61,22 @@ class Selection:
         terms = [f"{self.r:g} cross-entropy"] if self.r else []
         terms += [f"{each.weight:g} {each.name}{each.schedule.describe()}" for each in self.methods]
         opening = f"initial phase of {self.phase}: " if self.phase else "loss = "
-        tempered = any("T" in fields_of(type(each.method)) for each in self.methods)
-        return opening + " + ".join(terms) + (f", T = {self.T:g}" if tempered else "")
+        return opening + " + ".join(terms) + self._temperatures() + self._standardisation()
+
+    def _temperatures(self) -> str:
+        found = {each.name: T for each in self.methods if (T := temperature(each.method)) is not None}
+        if len(set(found.values())) > 1:
+            return ", T = " + ", ".join(f"{T:g} ({name})" for name, T in found.items())
+        return "".join(f", T = {T:g}" for T in set(found.values()))
+
+    def _standardisation(self) -> str:
+        return f", logits of {' and '.join(self.standardised)} standardised" if self.standardised else ""
+
+
+def temperature(method: Method) -> float | None:
+    """The method's temperature; None if it has none."""
+    found: float | None = getattr(method, "T", None)
+    return found
 
 
 def select_methods(distill: Distill, phase: str = "") -> Selection:
@@ -69,19 +86,14 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
     names = _names(distill)
     others = [name for name in names if name != "kd"]
     first = METHODS[others[0] if others else "kd"]
-    paper = first.weights
-    r, a, T = paper.r, paper.a, paper.T
-    if not others and distill.standardise:
-        r, a, T = 0.1, 9.0, 2.0
-    elif others and "kd" in names:
-        a = 1.0
-    r, a, T = (
-        found if wanted == "auto" else wanted
-        for wanted, found in ((distill.r, r), (distill.a, a), (distill.T, T))
-    )
+    paper = _paper(first, distill.standardise)
+    r, a = paper.r, paper.a
+    if others and "kd" in names:
+        a = _paper(METHODS["kd"], True).a if distill.standardise else 1.0
+    r, a = (found if wanted == "auto" else wanted for wanted, found in ((distill.r, r), (distill.a, a)))
     options = _options(distill.options, names, added=("kd",) if a and "kd" not in names else ())
-    built = {name: _build(METHODS[name], {**options.get(name, {}), "T": T}) for name in (*names, "kd")}
-    schedules = {name: _schedule(distill, name, options.get(name, {})) for name in built}
+    built = {name: _build(METHODS[name], _temperature(name, distill) | options[name]) for name in options}
+    schedules = {name: _schedule(distill, name, options[name]) for name in options}
     weights = _weights(distill, others)
     methods = [WeightedMethod("kd", built["kd"], a, schedules["kd"])] if a else []
     methods += [
@@ -94,7 +106,8 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
             "distill.r, distill.a and distill.b leave nothing to minimise",
             "set one of them above 0",
         )
-    if distill.standardise and not any(each.method.on_logits for each in methods):
+    on_logits = [each for each in methods if each.method.on_logits]
+    if distill.standardise and not on_logits:
         raise UserError(
             f"distill.standardise = true: {', '.join(names)} compares no logits",
             "remove it, or add kd with distill.a",
@@ -110,7 +123,9 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
         for name in others
         if METHODS[name].initial_epochs
     )
-    return Selection(r, tuple(methods), T, initial)
+    standardised = tuple(each.name for each in on_logits) if distill.standardise else ()
+    T = next((T for each in on_logits or methods if (T := temperature(each.method)) is not None), 1.0)
+    return Selection(r, tuple(methods), T, standardised, initial)
 
 
 def check_selection(selection: Selection, recipe: Recipe) -> None:
@@ -141,6 +156,16 @@ def check_selection(selection: Selection, recipe: Recipe) -> None:
             "use --train.accumulate 1 with more processes or a smaller data.batch, or a method that does not relate "
             "samples",
         )
+    micro = recipe.parallel.micro_batches if layout.staged else recipe.train.accumulate
+    samples = recipe.data.batch // (1 if micro == "auto" else micro)
+    for each in selection.methods:
+        if samples < (least := each.method.least_samples):
+            pieces = f" in {micro} micro-batches" if samples < recipe.data.batch else ""
+            raise UserError(
+                f"data.batch = {recipe.data.batch}{pieces}: {each.name} needs at least {least} samples at a time",
+                f"use --data.batch {least * recipe.data.batch // max(samples, 1)} or more, or a method that takes "
+                "samples one by one, such as kd",
+            )
     unmixed = [each.name for each in selection.methods if not each.method.mixes]
     if unmixed and (recipe.data.mixup or recipe.data.cutmix):
         raise UserError(
@@ -161,7 +186,7 @@ def _select_initial(distill: Distill, name: str) -> Selection:
     # Otherwise the schedule is that of the main phase.
     schedule = _schedule(distill, name, options) if METHODS[name].only_initial else CONSTANT
     method = WeightedMethod(name, _build(kind, options), weight, schedule)
-    return Selection(0.0, (method,), T=1.0, phase=name)
+    return Selection(0.0, (method,), phase=name)
 
 
 def _names(distill: Distill) -> list[str]:
@@ -183,7 +208,7 @@ def _names(distill: Distill) -> list[str]:
 
 def _weights(distill: Distill, others: list[str]) -> list[float]:
     if not distill.b:
-        return [METHODS[name].weights.b for name in others]
+        return [_paper(METHODS[name], distill.standardise).b for name in others]
     if len(distill.b) != len(others):
         names = ", ".join(others) or "none (kd is weighted by distill.a)"
         raise UserError(
@@ -221,17 +246,18 @@ def _options(
             found[owners[0]][option] = from_text(field.hint, [value])
         except WrongValue:
             raise UserError(
-                f"distill.options: {text}: {option} must be {expected(field.hint)}",
-                f"for example {option}:{field.choices[-1] if field.choices else 1}",
+                f"distill.options: {text}: {owners[0]}.{option} must be {field.takes()}",
+                f"for example {option}:{field.choices[-1] if field.choices else field.default}",
             ) from None
+        check_option(owners[0], field, found[owners[0]][option])
     return found
 
 
 def _option_fields(name: str) -> dict[str, Field]:
-    """A method's options, without the temperature, which is a field of the recipe, and those of its schedule."""
+    """A method's options, and those of its schedule."""
     own, schedule = fields_of(METHODS[name]), fields_of(TermSchedule)
     changing = {key: field for key, field in schedule.items() if "T" in own or not key.startswith("T_")}
-    return {**{key: field for key, field in own.items() if key != "T"}, **changing}
+    return {**own, **changing}
 
 
 def _schedule(distill: Distill, name: str, options: dict[str, Any]) -> TermSchedule:
@@ -247,6 +273,16 @@ def _schedule(distill: Distill, name: str, options: dict[str, Any]) -> TermSched
             "use distill.ensemble=logits, or T_schedule:constant",
         )
     return schedule
+
+
+def _paper(kind: type[Method], standardise: bool) -> Weights:
+    """The weights of a method's paper or, for standardised logits, of the authors of the standardisation."""
+    return kind.weights if kind.standardised is None or not standardise else kind.standardised
+
+
+def _temperature(name: str, distill: Distill) -> dict[str, float]:
+    """The recipe's temperature, or else the paper's."""
+    return {"T": _paper(METHODS[name], distill.standardise).T if distill.T == "auto" else distill.T}
 
 
 def _build(kind: type[Method], numbers: dict[str, Any]) -> Method:

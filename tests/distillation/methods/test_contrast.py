@@ -308,7 +308,7 @@ def test_crd_trains_the_student_and_both_embeddings() -> None:
 
 @pytest.mark.parametrize("option", [{"K": 0}, {"tau": 0}, {"momentum": 1}, {"momentum": -0.1}, {"dim": 0}])
 def test_wrong_options_are_rejected(option: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"distill.options {next(iter(option))} = "):
+    with pytest.raises(UserError, match=f"distill.options: crd.{next(iter(option))} = "):
         Crd(**option)
 
 

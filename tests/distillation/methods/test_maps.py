@@ -245,7 +245,6 @@ def test_vid_starts_from_a_variance_of_five_and_sums_its_stages() -> None:
     [
         (Hint(layer=4), THREE, FOUR, "stage 4 of the student"),
         (Hint(layer=1), FOUR, THREE, "stages 2, 3, 4"),
-        (Hint(layer=0), THREE, THREE, "stage 0 of the student"),
         (Attention(layers="3+4"), THREE, THREE, "stage 4 of the student"),
         (Attention(layers="last"), THREE, THREE, "'last'"),
         (Attention(), NetworkInfo("flat", {"pooled": (4,)}, 10), THREE, "flat has 0"),

@@ -81,13 +81,13 @@ class Crd(Method):
     scope: ClassVar[Scope] = "global_batch"
     mixes: ClassVar[bool] = False
 
-    K: Annotated[int, Range(1)] = 16384
+    K: Annotated[int, Range(1, 2**24)] = 16384
     """Negatives per step, drawn with replacement, so there may be more than samples."""
     tau: Annotated[float, Range(above=0)] = 0.07
     """The temperature of the scores."""
     momentum: Annotated[float, Range(0, below=1)] = 0.5
     """Weight of a bank's old row when its sample comes again."""
-    dim: Annotated[int, Range(1)] = 128
+    dim: Annotated[int, Range(1, 65536)] = 128
     """Width of the embeddings."""
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:

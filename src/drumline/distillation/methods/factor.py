@@ -52,7 +52,7 @@ class Paraphrase(Method):
     weights: ClassVar[Weights] = Weights(r=0.0, a=0.0, b=1.0)
     helper_reads_teacher: ClassVar[bool] = True
 
-    k: Annotated[float, Range(above=0)] = 0.5
+    k: Annotated[float, Range(above=0, most=64)] = 0.5
     """Channels of the factors, as a multiple of the channels of the teacher's last map."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:

@@ -91,9 +91,10 @@ class Kd(Method):
 
     name: ClassVar[str] = "kd"
     weights: ClassVar[Weights] = Weights(r=0.1, a=0.9, b=0.0, T=4.0)
+    standardised: ClassVar[Weights | None] = Weights(r=0.1, a=9.0, b=0.0, T=2.0)
     on_logits: ClassVar[bool] = True
 
-    T: Annotated[float, Range(above=0)] = 4.0
+    T: Annotated[float, Range(0.001, 1e6)] = 4.0
     """Temperature of both softmaxes."""
 
     def loss(self, inputs: LossInputs) -> Tensor:
@@ -109,15 +110,16 @@ class Dkd(Method):
 
     name: ClassVar[str] = "dkd"
     weights: ClassVar[Weights] = Weights(b=1.0, T=4.0)
+    standardised: ClassVar[Weights | None] = Weights(b=9.0, T=2.0)
     on_logits: ClassVar[bool] = True
     mixes: ClassVar[bool] = False
     warmup: ClassVar[float] = 20.0
 
-    T: Annotated[float, Range(above=0)] = 4.0
+    T: Annotated[float, Range(0.001, 1e6)] = 4.0
     """Temperature of both softmaxes."""
-    alpha: float = 1.0
+    alpha: Annotated[float, Range(0)] = 1.0
     """Weight of the label against all other classes."""
-    beta: float = 8.0
+    beta: Annotated[float, Range(0)] = 8.0
     """Weight of the other classes among themselves."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
@@ -140,13 +142,14 @@ class Dist(Method):
     name: ClassVar[str] = "dist"
     weights: ClassVar[Weights] = Weights(b=2.0, T=1.0)
     scope: ClassVar[Scope] = "global_batch"
+    least_samples: ClassVar[int] = 2
     on_logits: ClassVar[bool] = True
 
-    T: Annotated[float, Range(above=0)] = 1.0
+    T: Annotated[float, Range(0.001, 1e6)] = 1.0
     """Temperature of both softmaxes."""
-    beta: float = 1.0
+    beta: Annotated[float, Range(0)] = 1.0
     """Weight of the correlation within a sample."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(0)] = 1.0
     """Weight of the correlation within a class, over the batch."""
 
     def loss(self, inputs: LossInputs) -> Tensor:

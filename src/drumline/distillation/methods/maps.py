@@ -70,7 +70,7 @@ class Hint(Method):
     reads: ClassVar[str] = "one stage"
     weights: ClassVar[Weights] = Weights(b=100.0)
 
-    layer: int = 2
+    layer: Annotated[int, Range(1)] = 2
     """The student's stage, counted from 1. The teacher's stage is the one at the same distance from the end."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
@@ -246,9 +246,10 @@ class ReviewKd(Method):
     name: ClassVar[str] = "reviewkd"
     reads: ClassVar[str] = "stages before activation, pooled"
     weights: ClassVar[Weights] = Weights(b=5.0)
+    least_samples: ClassVar[int] = 2
     warmup: ClassVar[float] = 20.0
 
-    mid: Annotated[int, Range(0)] = 0
+    mid: Annotated[int, Range(0, 65536)] = 0
     """Channels in which levels are fused. 0: as many as the student's deepest level has, up to 512."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:

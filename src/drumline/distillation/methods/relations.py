@@ -98,6 +98,7 @@ class Similarity(Method):
     reads: ClassVar[str] = "last stage"
     weights: ClassVar[Weights] = Weights(b=3000.0)
     scope: ClassVar[Scope] = "global_batch"
+    least_samples: ClassVar[int] = 2
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return similarity(_last_map(inputs.taps), _last_map(inputs.teacher_taps))
@@ -115,8 +116,9 @@ class Correlation(Method):
     weights: ClassVar[Weights] = Weights(b=0.02)
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
+    least_samples: ClassVar[int] = 2
 
-    dim: int = 128
+    dim: Annotated[int, Range(1, 65536)] = 128
     """Width of the two embeddings."""
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
@@ -134,10 +136,11 @@ class Rkd(Method):
     reads: ClassVar[str] = "pooled"
     weights: ClassVar[Weights] = Weights(b=1.0)
     scope: ClassVar[Scope] = "global_batch"
+    least_samples: ClassVar[int] = 3
 
-    distance: float = 25.0
+    distance: Annotated[float, Range(0)] = 25.0
     """Weight of the distances."""
-    angle: float = 50.0
+    angle: Annotated[float, Range(0)] = 50.0
     """Weight of the angles."""
 
     def loss(self, inputs: LossInputs) -> Tensor:
@@ -153,6 +156,7 @@ class Pkt(Method):
     reads: ClassVar[str] = "pooled"
     weights: ClassVar[Weights] = Weights(b=30000.0)
     scope: ClassVar[Scope] = "global_batch"
+    least_samples: ClassVar[int] = 2
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return pkt(inputs.taps["pooled"], inputs.teacher_taps["pooled"])
@@ -229,10 +233,11 @@ class Srd(Method):
     weights: ClassVar[Weights] = Weights(b=1.0, T=1.0)
     helper_reads_teacher: ClassVar[bool] = True
     scope: ClassVar[Scope] = "global_batch"
+    least_samples: ClassVar[int] = 2
 
-    exponent: Annotated[float, Range(above=0)] = 4.0
+    exponent: Annotated[float, Range(1)] = 4.0
     """Exponent of the differences."""
-    T: Annotated[float, Range(above=0)] = 1.0
+    T: Annotated[float, Range(0.001, 1e6)] = 1.0
     """The temperature of the kd term."""
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
