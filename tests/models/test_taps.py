@@ -92,6 +92,8 @@ def test_a_stage_is_its_pre_activation_activated(tapped: Tapped) -> None:
         after = tapped.taps[key.removesuffix(".pre")]
         if tapped.name in LINEAR_STAGES:
             assert after is before
+        elif "wrn" in tapped.name:
+            assert torch.equal(tapped.model.get_submodule(tapped.model.tap_info[key].norm)(after), before)
         else:
             assert torch.equal(after, F.relu(before))
         # An in-place activation would have left no negative value.
@@ -153,13 +155,18 @@ def test_features_are_not_kept_on_the_model() -> None:
     assert held == []
 
 
-def test_a_wide_resnets_pre_activation_is_the_next_norms_output() -> None:
+def test_a_wide_resnets_stage_is_a_sum_and_its_pre_activation_the_next_norms_output() -> None:
     model = quick_model("cifar/wrn_16_2").train()
     outputs: dict[str, Tensor] = {}
-    for key in ("stage1", "stage2", "stage3"):
-        norm = model.get_submodule(model.tap_info[key].norm)
-        norm.register_forward_hook(lambda _m, _i, out, key=key: outputs.update({key: out.clone()}))
+    for number in (1, 2, 3):
+        norm = model.get_submodule(model.tap_info[f"stage{number}"].norm)
+        for name, module in ((f"stage{number}", getattr(model, f"block{number}")), (f"stage{number}.pre", norm)):
+            module.register_forward_hook(lambda _m, _i, out, name=name: outputs.update({name: first(out)}))
     _, taps = model(images(), taps=True)
-    for key, output in outputs.items():
-        assert torch.equal(taps[f"{key}.pre"], output)
-    assert len(outputs) == 3
+    for name, output in outputs.items():
+        assert torch.equal(taps[name], output), name
+    assert len(outputs) == 6
+
+
+def first(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return (out if isinstance(out, Tensor) else out[0]).clone()

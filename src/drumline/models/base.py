@@ -35,8 +35,9 @@ class VisionModel(nn.Module):
     """A classifier with taps: intermediate tensors that have names.
 
     They are `stem`; `stage1` to `stageN`, after the stage's last activation; `stage1.pre` to `stageN.pre`, before it;
-    and `pooled`, the N x C vector that the head reads (before dropout, if there is any). If a stage ends without an
-    activation (MobileNetV2's linear bottleneck), both names give the same tensor.
+    and `pooled`, the N x C vector that the head reads (before dropout, if there is any). Two networks have stages that
+    end without an activation. MobileNetV2's end in a linear bottleneck, and both names give the same tensor. A wide
+    ResNet's end in a sum, which is the stage, and `.pre` is that sum after the next BatchNorm.
     """
 
     tap_info: dict[str, TapInfo]

@@ -1,8 +1,8 @@
 """Wide residual networks for small images, pre-activation: normalise, activate, then convolve.
 
 Promises: the state-dict keys of the distillation literature's checkpoints. Works with any image size. A stage ends in
-a plain sum that the *next* BatchNorm normalises, so `stageK.pre` is that BatchNorm's output and `stageK` its ReLU.
-Both are taken where the network computes them: no BatchNorm runs twice for a tap.
+a plain sum that the *next* BatchNorm normalises. As in the literature, `stageK` is that sum and `stageK.pre` the
+BatchNorm's output, before its ReLU. Both are taken where the network computes them: no BatchNorm runs twice for a tap.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.models.base import Output, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
-
-Entered = tuple[Tensor, Tensor, Tensor]
-"""A block's or stage's output, its first BatchNorm's output, and the same after activation."""
-
 
 class WideBlock(nn.Module):
     """Two pre-activated 3x3 convolutions beside a shortcut; a change of width activates the shortcut too."""
@@ -31,14 +27,14 @@ class WideBlock(nn.Module):
             else nn.Conv2d(in_channels, width, kernel_size=1, stride=stride, bias=False)
         )
 
-    def forward(self, x: Tensor, tap: bool = False) -> Tensor | Entered:
-        """The block's output; with `tap`, also its entry before and after the first activation."""
+    def forward(self, x: Tensor, tap: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The block's output; with `tap`, also its first BatchNorm's output."""
         pre = self.bn1(x)
         activated = F.relu(pre, inplace=not tap)
         out = F.relu(self.bn2(self.conv1(activated)), inplace=True)
         out = self.conv2(out)
         out += x if self.convShortcut is None else self.convShortcut(activated)
-        return (out, pre, activated) if tap else out
+        return (out, pre) if tap else out
 
 
 class WideStage(nn.Module):
@@ -49,15 +45,15 @@ class WideStage(nn.Module):
         first = WideBlock(in_channels, width, stride)
         self.layer = nn.Sequential(first, *(WideBlock(width, width, 1) for _ in range(depth - 1)))
 
-    def forward(self, x: Tensor, tap: bool = False) -> Tensor | Entered:
-        """The stage's output; with `tap`, also its first block's entry before and after the activation."""
+    def forward(self, x: Tensor, tap: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The stage's output; with `tap`, also the output of its first BatchNorm."""
         if not tap:
             return self.layer(x)
         first, *rest = self.layer
-        x, pre, activated = first(x, True)
+        x, pre = first(x, True)
         for block in rest:
             x = block(x)
-        return x, pre, activated
+        return x, pre
 
 
 class WideResNet(VisionModel):
@@ -89,19 +85,15 @@ class WideResNet(VisionModel):
 
     def forward(self, x: Tensor, taps: bool = False) -> Output:
         """Logits, or (logits, taps)."""
-        seen: Taps = {}
-        stem = self.conv1(x)
-        x = self.block1(stem)
-        if taps:
-            seen["stem"] = stem
-            x, seen["stage1.pre"], seen["stage1"] = self.block2(x, True)
-            x, seen["stage2.pre"], seen["stage2"] = self.block3(x, True)
-        else:
-            x = self.block3(self.block2(x))
-        pre = self.bn1(x)
-        x = F.relu(pre, inplace=not taps)
-        pooled = global_pool(x)
-        if taps:
-            seen["stage3.pre"], seen["stage3"], seen["pooled"] = pre, x, pooled
-        logits = self.fc(pooled)
-        return (logits, seen) if taps else logits
+        x = self.conv1(x)
+        if not taps:
+            x = F.relu(self.bn1(self.block3(self.block2(self.block1(x)))), inplace=True)
+            return self.fc(global_pool(x))
+        seen: Taps = {"stem": x}
+        x = self.block1(x)
+        for number, stage in enumerate((self.block2, self.block3), 1):
+            out, seen[f"stage{number}.pre"] = stage(x, True)
+            seen[f"stage{number}"], x = x, out
+        seen["stage3.pre"], seen["stage3"] = self.bn1(x), x
+        seen["pooled"] = global_pool(F.relu(seen["stage3.pre"]))
+        return self.fc(seen["pooled"]), seen
