@@ -87,6 +87,25 @@ def test_the_exported_weights_are_the_student_alone_and_can_be_evaluated(plain: 
     assert scored["correct"] == metrics(home, "plain", "eval")[-1]["correct"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("distill.method=hint", "optim.lr=0.05"), ("distill.method=hint,rkd", "distill.b=100,1")],
+    ids=["published rate", "default rate"],
+)
+def test_hint_at_its_published_weight_does_not_diverge(home: Path, words: tuple[str, ...]) -> None:
+    """The published recipe, with a teacher whose maps are large because it has been trained."""
+    deeper = (*DATA, "data.batch=64", "model.name=resnet20")
+    if not (home / "runs/deeper").exists():
+        result(drumline("train", *deeper, "train.epochs=3", "run.name=deeper", folder=home, **ONE))
+    name = words[0].partition("=")[2]
+    words = (*words, "optim.warmup_epochs=0", "train.steps=40")
+    output = distil(home, name, *deeper, "distill.teacher_weights=runs/deeper", *words)
+    losses = [line["loss"] for line in metrics(home, name, "train")]
+    assert len(losses) == 40
+    assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
+    assert "not finite" not in output
+
+
 # Stopped and resumed.
 
 

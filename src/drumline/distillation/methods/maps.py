@@ -1,9 +1,9 @@
 """Methods that compare feature maps position by position: hint (FitNet), attention transfer, VID and ReviewKD.
 
 Promises: the batch loss of the papers is the mean over samples. A sample's loss depends on that sample alone; with
-reviewkd also on other samples, through the helper's BatchNorms. Stages are paired from the last one backwards, and
-the larger of two maps is averaged down to the smaller. Rejects networks without stages to pair, and stage numbers
-without a partner.
+hint and reviewkd also on other samples, through the helper's BatchNorms. Stages are paired from the last one
+backwards. The larger of two maps is averaged down to the smaller, unless a helper brings the student's map to the
+teacher's size. Rejects networks without stages to pair, and stage numbers without a partner.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from drumline.distillation.method import (
     Weights,
     at_common_size,
     common_grid,
+    convolution_to,
     needs_of,
     paired_stages,
     require_pairs,
@@ -64,7 +65,11 @@ def vid(mean: Tensor, variance: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Hint(Method):
-    """FitNet (Romero et al., 2015): one map of the student, after a 1×1 convolution, matches the teacher's."""
+    """FitNet (Romero et al., 2015): one map of the student, after a convolution, matches the teacher's.
+
+    The regressor is that of RepDistiller and mdistiller, because the weight of 100 was chosen for it: convolution,
+    BatchNorm, ReLU.
+    """
 
     name: ClassVar[str] = "hint"
     reads: ClassVar[str] = "one stage"
@@ -145,17 +150,23 @@ class Vid(Method):
 
 
 class _Regressor(nn.Module):
-    """Maps the student's tap to the teacher's channels at the common size. The output has the teacher's tap name."""
+    """Maps the student's tap to the teacher's channels and size. The output has the teacher's tap name.
+
+    `convolution_to` the teacher's shape, BatchNorm, ReLU. If no convolution fits, the student's map is first averaged
+    down to the common size.
+    """
 
     def __init__(self, pair: Pair, student: NetworkInfo, teacher: NetworkInfo) -> None:
         super().__init__()
         self.mine, self.theirs = pair
-        self.conv = nn.Conv2d(student.shapes[self.mine][0], teacher.shapes[self.theirs][0], 1)
-        self.grid = common_grid(student.shapes[self.mine], teacher.shapes[self.theirs])
+        entry, goal = student.shapes[self.mine], teacher.shapes[self.theirs]
+        convolution = convolution_to(entry, goal)
+        self.grid = (entry[1], entry[2]) if convolution else common_grid(entry, goal)
+        self.conv = convolution or nn.Conv2d(entry[0], goal[0], 1)
+        self.norm = nn.BatchNorm2d(goal[0])
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
-        # Averaging and a 1×1 convolution commute, so the convolution gets the smaller map.
-        return {self.theirs: self.conv(pool_to(student[self.mine], self.grid))}
+        return {self.theirs: F.relu(self.norm(self.conv(pool_to(student[self.mine], self.grid))))}
 
 
 _VARIANCE = ".variance"
