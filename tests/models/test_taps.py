@@ -160,7 +160,10 @@ def test_a_wide_resnets_stage_is_a_sum_and_its_pre_activation_the_next_norms_out
     outputs: dict[str, Tensor] = {}
     for number in (1, 2, 3):
         norm = model.get_submodule(model.tap_info[f"stage{number}"].norm)
-        for name, module in ((f"stage{number}", getattr(model, f"block{number}")), (f"stage{number}.pre", norm)):
+        for name, module in (
+            (f"stage{number}", getattr(model, f"block{number}")),
+            (f"stage{number}.pre", norm),
+        ):
             module.register_forward_hook(lambda _m, _i, out, name=name: outputs.update({name: first(out)}))
     _, taps = model(images(), taps=True)
     for name, output in outputs.items():

@@ -35,7 +35,7 @@ class VisionModel(nn.Module):
     """A classifier with taps: intermediate tensors that have names.
 
     They are `stem`; `stage1` to `stageN`, after the stage's last activation; `stage1.pre` to `stageN.pre`, before it;
-    and `pooled`, the N x C vector that the head reads (before dropout, if there is any). Two networks have stages that
+    and `pooled`, the N x C vector that the head reads (before dropout, if there is any). The stages of two networks
     end without an activation. MobileNetV2's end in a linear bottleneck, and both names give the same tensor. A wide
     ResNet's end in a sum, which is the stage, and `.pre` is that sum after the next BatchNorm.
     """

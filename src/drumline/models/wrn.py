@@ -2,7 +2,8 @@
 
 Promises: the state-dict keys of the distillation literature's checkpoints. Works with any image size. A stage ends in
 a plain sum that the *next* BatchNorm normalises. As in the literature, `stageK` is that sum and `stageK.pre` the
-BatchNorm's output, before its ReLU. Both are taken where the network computes them: no BatchNorm runs twice for a tap.
+BatchNorm's output, before its ReLU. Both are taken where the network computes them: no BatchNorm runs twice for a
+tap.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drumline.models.base import Output, TapInfo, Taps, VisionModel, global_pool, he_init, tap_table
+
 
 class WideBlock(nn.Module):
     """Two pre-activated 3x3 convolutions beside a shortcut; a change of width activates the shortcut too."""

@@ -162,7 +162,7 @@ class _Regressor(nn.Module):
         entry, goal = student.shapes[self.mine], teacher.shapes[self.theirs]
         convolution = convolution_to(entry, goal)
         self.grid = (entry[1], entry[2]) if convolution else common_grid(entry, goal)
-        self.conv = convolution or nn.Conv2d(entry[0], goal[0], 1)
+        self.conv = convolution or nn.Conv2d(entry[0], goal[0], 1, bias=False)
         self.norm = nn.BatchNorm2d(goal[0])
 
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
