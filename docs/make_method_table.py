@@ -39,7 +39,8 @@ def _method(method: type[Method]) -> str:
     if method.scope == "global_batch":
         reads += "; relates samples"
     weights = method.weights
-    numbers = {"r": weights.r, "a": weights.a} if weights.a else {"b": weights.b}
+    numbers = {"r": weights.r} if weights.r != 1 else {}
+    numbers |= {"a": weights.a} if weights.a else {"b": weights.b}
     if "T" in fields_of(method):
         numbers["T"] = weights.T
     compares = " ".join((method.__doc__ or "").split("\n\n")[0].split()).removesuffix(".")

@@ -21,6 +21,7 @@ from drumline.distillation.methods import METHODS
 from drumline.distillation.methods.contrast import ContrastBank
 from drumline.distillation.methods.logits import Kd, dist
 from drumline.distillation.methods.relations import correlation, pkt, rkd, similarity
+from drumline.distillation.methods.temperatures import mlkd
 from drumline.distillation.objective import AcrossRanks, Distillation, LossTerm
 from drumline.distillation.selection import select_methods
 from drumline.distillation.student import StudentOutput, StudentWithHelpers, network_info
@@ -37,7 +38,7 @@ from tests.training import tiny
 
 CPU = torch.device("cpu")
 CLASSES = tiny.CLASSES
-RELATIONAL = ("similarity", "correlation", "rkd", "pkt", "dist")
+RELATIONAL = ("similarity", "correlation", "rkd", "pkt", "dist", "mlkd")
 
 
 def images(count: int = 4, side: int = 16) -> Tensor:
@@ -188,6 +189,7 @@ def test_batch_relational_losses_do_not_change_with_the_number_of_processes() ->
         "rkd": lambda s, t: rkd(s, t, 25.0, 50.0),
         "pkt": pkt,
         "dist": lambda s, t: dist(s, t, 1.0, 1.0, 1.0),
+        "mlkd": lambda s, t: mlkd(s, t, (4.0, 2.0)),
     }
     for name in RELATIONAL:
         whole = losses[name](mine, theirs)
@@ -237,7 +239,19 @@ def test_half_precision_features_and_confident_logits_give_finite_losses() -> No
     logits = 1e4 * torch.tensor([[1.0, -1.0, 0.5, -0.5]]).repeat(6, 1).half()
     assert F.softmax(logits.float(), 1).log().isinf().any(), "log(softmax) falls into the trap"
     student = NetworkInfo("s", {name: tuple(tap.shape[1:]) for name, tap in mine.items()}, CLASSES)
-    without_helpers = ("kd", "dkd", "dist", "attention", "similarity", "rkd", "pkt", "nst", "kdsvd", "fsp")
+    without_helpers = (
+        "kd",
+        "dkd",
+        "dist",
+        "mlkd",
+        "attention",
+        "similarity",
+        "rkd",
+        "pkt",
+        "nst",
+        "kdsvd",
+        "fsp",
+    )
     for name in without_helpers:
         method: Method = METHODS[name]()
         assert method.helper(student, student) is None

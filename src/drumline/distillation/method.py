@@ -81,6 +81,8 @@ class LossInputs:
     """Sample ids."""
     memory: Memory | None = None
     """The method's state between steps."""
+    epoch: Tensor | None = None
+    """The epoch, counted from 0; one number on the device."""
 
     def rows(self) -> list[Tensor]:
         """All tensors with one row per sample, in a fixed order."""
@@ -102,7 +104,15 @@ class LossInputs:
             for each in (self.taps, self.teacher_taps, self.helper_outputs)
         )
         return LossInputs(
-            logits, teacher_logits, taps, teacher_taps, helper_outputs, labels, samples, self.memory
+            logits,
+            teacher_logits,
+            taps,
+            teacher_taps,
+            helper_outputs,
+            labels,
+            samples,
+            self.memory,
+            self.epoch,
         )
 
 

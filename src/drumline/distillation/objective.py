@@ -95,6 +95,7 @@ class Distillation(Objective):
         # In a fixed order (not a set), because it determines the order in which backward adds gradients.
         self._student_taps = tuple(dict.fromkeys(tap for term in terms for tap in term.reads.student))
         self._teacher_taps = tuple(dict.fromkeys(tap for term in terms for tap in term.reads.teacher))
+        self._epoch, self._filled = torch.zeros((), device=device), 0
         self._side = torch.cuda.Stream(device) if concurrent and device.type == "cuda" else None
 
     def __call__(self, model: nn.Module, images: Tensor, batch: Batch) -> LossSums:
@@ -104,6 +105,9 @@ class Distillation(Objective):
             return self._loss_sums(*self._in_fp32(student, teacher), batch)
 
     def at(self, step: int) -> None:
+        if (epoch := step // self.per_epoch) != self._filled:
+            self._filled = epoch
+            self._epoch.fill_(epoch)
         for term in self.loss_terms:
             self._changing[term.name].at(step, self.per_epoch, self.total)
             if term.memory is not None:
@@ -202,6 +206,7 @@ class Distillation(Objective):
             labels=batch.labels,
             samples=batch.samples,
             memory=term.memory,
+            epoch=self._epoch,
         )
         if term.method.scope == "global_batch":
             loss = self.global_batch.loss(inputs, term.method.loss)

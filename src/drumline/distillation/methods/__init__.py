@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from drumline.distillation.method import Method
-from drumline.distillation.methods import boundary, contrast, factor, logits, maps, relations, statistics
+from drumline.distillation.methods import (
+    boundary,
+    contrast,
+    factor,
+    logits,
+    maps,
+    relations,
+    statistics,
+    temperatures,
+)
 
 _METHODS: tuple[type[Method], ...] = (
     logits.Kd,
     logits.Dkd,
     logits.Dist,
+    temperatures.Mlkd,
+    temperatures.Ctkd,
     maps.Hint,
     maps.Attention,
     relations.Similarity,

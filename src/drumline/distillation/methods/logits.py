@@ -27,7 +27,7 @@ STANDARD_EPS = 1e-7
 """Added to the deviation in `standardised`, as its authors do."""
 
 
-def kd(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor) -> Tensor:
     """T² KL(softmax(t/T) ‖ softmax(s/T)) of each row.
 
     The factor T² keeps the size of the gradient, because softened gradients shrink as 1/T².
