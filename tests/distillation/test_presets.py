@@ -342,13 +342,17 @@ def test_every_figure_is_in_the_right_column() -> None:
         assert len(by_method[kind]) == len(pairs) == 13
         for pair, cell in zip(pairs, by_method[kind], strict=True):
             assert published(f"cifar100/{kind}/{pair.split('-')[end]}") == float(cell)
-    for method in {name.split("/")[1] for name in preset_names() if name.startswith("cifar100/")} - {"fsp"}:
+    for method in {name.split("/")[1] for name in preset_names() if name.startswith("cifar100/")} - {
+        "fsp",
+        "kdsvd",
+    }:
         if method in by_method:
             assert len(by_method[method]) == 13
 
 
-def test_fsp_is_offered_where_the_maps_have_equal_shapes() -> None:
-    pairs = {name.split("/")[2] for name in preset_names() if "/fsp/" in name}
+@pytest.mark.parametrize("method", ["fsp", "kdsvd"])
+def test_some_methods_are_offered_where_the_maps_have_equal_widths(method: str) -> None:
+    pairs = {name.split("/")[2] for name in preset_names() if f"/{method}/" in name}
     assert len(pairs) == 6
     assert "resnet110-resnet32" in pairs
     assert not pairs & {"wrn_40_2-wrn_40_1", "resnet50-vgg8", "vgg13-mobilenet_v2_half"}

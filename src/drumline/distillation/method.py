@@ -298,8 +298,8 @@ def at_common_size(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 def convolution_to(entry: tuple[int, ...], goal: tuple[int, ...]) -> nn.Conv2d | nn.ConvTranspose2d | None:
     """RepDistiller's convolution from maps of one shape (C, H, W) to another: 1×1 for equal sizes, 3×3 with stride 2
-    to half the size, transposed 4×4 with stride 2 to twice the size. None for other sizes. There is no bias, because a
-    BatchNorm follows and removes it."""
+    to half the size, transposed 4×4 with stride 2 to twice the size. None for other sizes. There is no bias, because
+    a BatchNorm follows and removes it."""
     (mine, *size), (theirs, *wanted) = entry, goal
     if size == wanted:
         return nn.Conv2d(mine, theirs, 1, bias=False)

@@ -117,10 +117,9 @@ class _Benchmark:
         return (*self.settings, *joined)
 
     def offers(self, method: str, pair: str) -> bool:
-        """Whether the method fits the pair. FSP needs maps of equal shape; a published figure shows that the pair has
-        them."""
-        alone = method.removesuffix("+kd")
-        return alone != "fsp" or self.figure(alone, pair) is not None
+        """Whether the method fits the pair. fsp and kdsvd need stages of equal widths; a published figure of fsp
+        shows that the pair has them."""
+        return method.removesuffix("+kd") not in ("fsp", "kdsvd") or self.figure("fsp", pair) is not None
 
     def settings_for(self, method: str, pair: str) -> _Settings:
         alone = method.removesuffix("+kd")

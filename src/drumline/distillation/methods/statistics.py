@@ -2,7 +2,7 @@
 
 Promises: a sample's loss depends on that sample alone; the batch loss is the mean over samples. No tensor of channels
 × channels × positions is built. Gradients are finite for maps of zeros and for equal singular values. Rejects
-networks with too few stages to pair and, for fsp, stages of different widths.
+networks with too few stages to pair and, for kdsvd and fsp, stages of different widths.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from drumline.distillation.method import (
     Method,
     Needs,
     NetworkInfo,
+    Pair,
     Weights,
     at_common_size,
     common_grid,
@@ -52,12 +53,13 @@ def nst(student: Tensor, teacher: Tensor) -> Tensor:
 def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
     """(n,): compares how the leading singular vectors of one stage relate to those of the next, by radial functions.
 
-    A map at the common size is a matrix X of channels × positions. `singular_vectors` gives its leading right
-    singular vectors, k of the teacher and k + 3 of the student; they are indexed by positions, so widths may differ.
-    The teacher's v_m are signed so that Σ_i v_im ≥ 0. The student's u_m is the candidate with the largest |cosine| to
-    v_m, times the sign of that cosine. With σ_m = ‖X_t v_m‖, scaled to Σ σ_m² = 1, position i of a stage has the
-    coordinates σ_m v_im (teacher) and σ_m u_im (student). For position i of a stage and j of the next one, R_ij =
-    exp(−‖p_i − q_j‖²/8). The loss is Σ_ij (R_ij(student) − R_ij(teacher))², summed over consecutive stages.
+    A map is a matrix X of positions × channels. `singular_vectors` gives its leading right singular vectors, k of the
+    teacher and k + 3 of the student; they are indexed by channels, so widths must be equal and sizes may differ. The
+    teacher's v_m are signed so that Σ_i v_im ≥ 0, because a decomposition leaves the sign open. The student's u_m is
+    the candidate with the largest |cosine| to v_m, times the sign of that cosine. With σ_m = ‖X_t v_m‖, scaled to
+    Σ σ_m² = 1, channel i of a stage has the coordinates σ_m v_im (teacher) and σ_m u_im (student). For channel i of a
+    stage and j of the next one, R_ijm = exp(−(p_im − q_jm)²/8). The loss is Σ_ijm (R_ijm(student) − R_ijm(teacher))²,
+    summed over consecutive stages.
     """
     points = [_aligned(mine, theirs, k) for mine, theirs in zip(student, teacher, strict=True)]
     losses = [
@@ -68,7 +70,7 @@ def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
 
 
 def singular_vectors(x: Tensor, count: int) -> Tensor:
-    """The `count` leading right singular vectors of matrices (n, C, P), as columns of (n, P, count), in order.
+    """The `count` leading right singular vectors of matrices (n, P, C), as columns of (n, C, count), in order.
 
     Orthogonal iteration from a fixed start: W ← XᵀX W/‖X‖², then Gram–Schmidt. After 25 iterations the error of
     vector m is of the order (σ_{m+1}/σ_m)^50. Only the last 5 are differentiated, from a constant start. They give
@@ -76,10 +78,10 @@ def singular_vectors(x: Tensor, count: int) -> Tensor:
     well-separated singular values, and bounded for equal ones, where the exact gradient does not exist. Library
     decompositions are not used because they wait for the GPU. Vectors with σ² below about 1e-5 of ‖X‖² fade to zero.
     """
-    places = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
+    channels = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
     waves = torch.arange(count, dtype=x.dtype, device=x.device)
-    # Waves of 0, 1, 2... radians per position: linearly independent, and the first has the sign of a ReLU map.
-    found = torch.outer(places + 0.5, waves).cos().expand(x.shape[0], -1, -1)
+    # Waves of 0, 1, 2... radians per channel: linearly independent, and the first has the sign of a ReLU map.
+    found = torch.outer(channels + 0.5, waves).cos().expand(x.shape[0], -1, -1)
     energy = x.square().sum((1, 2), keepdim=True) + _LEAST_ENERGY
     with torch.no_grad():
         for _ in range(_CONSTANT_ITERATIONS):
@@ -122,17 +124,20 @@ class Nst(Method):
 
 @dataclass(frozen=True)
 class Kdsvd(Method):
-    """Singular value decomposition (Lee et al., 2018): leading patterns over positions, from stage to stage."""
+    """Singular value decomposition (Lee et al., 2018): leading directions over channels, from stage to
+    stage."""
 
     name: ClassVar[str] = "kdsvd"
-    reads: ClassVar[str] = "two or more stages"
+    reads: ClassVar[str] = "two or more stages of equal widths"
     weights: ClassVar[Weights] = Weights(b=1.0)
 
     k: Annotated[int, Range(1)] = 1
     """Singular vectors of the teacher per stage."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        return needs_of(require_pairs(self.name, student, teacher, least=2))
+        pairs = require_pairs(self.name, student, teacher, least=2)
+        _require_equal_widths(self.name, "singular vectors over channels", pairs, student, teacher)
+        return needs_of(pairs)
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return kdsvd(*_maps(inputs), self.k)
@@ -156,15 +161,7 @@ class Fsp(Method):
         pairs = require_pairs(self.name, student, teacher)
         if "stem" in student.shapes and "stem" in teacher.shapes:
             pairs = [("stem", "stem"), *pairs]
-        mine = [student.shapes[name][0] for name, _ in pairs]
-        theirs = [teacher.shapes[name][0] for _, name in pairs]
-        if mine != theirs or len(pairs) < 2:
-            raise UserError(
-                "distill.method = fsp: compares products of channels, so both networks need the same channels at two "
-                f"or more taps; {student.name} has {_listed(mine)}, {teacher.name} has {_listed(theirs)}",
-                "use two networks of one family, such as resnet56 and resnet20, or a method for any channels, such "
-                "as nst or attention",
-            )
+        _require_equal_widths(self.name, "products of channels", pairs, student, teacher)
         return needs_of(pairs)
 
     def loss(self, inputs: LossInputs) -> Tensor:
@@ -181,7 +178,7 @@ _LEAST_ENERGY = 1e-12
 _LEAST_NORM = 1e-5
 _MORE_CANDIDATES = 3
 _BLOCK = 1 << 24
-"""Elements of the largest tensor that `kdsvd` builds: a block of positions × positions."""
+"""Elements of the largest tensor that `kdsvd` builds: a block of channels × channels × k."""
 
 
 def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
@@ -205,9 +202,8 @@ def _iterate(x: Tensor, found: Tensor, energy: Tensor) -> Tensor:
 
 
 def _aligned(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The coordinates of positions (n, P, k) for student and teacher, as `kdsvd` defines them."""
-    student, teacher = at_common_size(student, teacher)
-    s, t = student.flatten(2), teacher.flatten(2)
+    """The coordinates of channels (n, C, k) for student and teacher, as `kdsvd` defines them."""
+    s, t = student.flatten(2).mT, teacher.flatten(2).mT
     theirs = singular_vectors(t, min(k, *t.shape[1:]))
     theirs = theirs * _signs(theirs.sum(1, keepdim=True))
     candidates = singular_vectors(s, min(k + _MORE_CANDIDATES, *s.shape[1:]))
@@ -226,12 +222,12 @@ def _signs(x: Tensor) -> Tensor:
 
 
 def _radial_gap(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Tensor) -> Tensor:
-    """(n,): Σ_ij (R_ij(mine) − R_ij(theirs))², in blocks of positions i that the backward recomputes."""
-    count, places, width = mine.shape[0], mine.shape[1], min(mine.shape[2], next_mine.shape[2])
+    """(n,): Σ_ijm (R_ijm(mine) − R_ijm(theirs))², in blocks of channels i that the backward recomputes."""
+    count, channels, width = mine.shape[0], mine.shape[1], min(mine.shape[2], next_mine.shape[2])
     mine, next_mine = mine[:, :, :width], next_mine[:, :, :width]
     theirs, next_theirs = theirs[:, :, :width], next_theirs[:, :, :width]
     rows = max(1, _BLOCK // (count * next_mine.shape[1] * width))
-    if rows >= places:
+    if rows >= channels:
         return _radial_gap_block(mine, next_mine, theirs, next_theirs)
     losses = [
         checkpoint(
@@ -243,11 +239,11 @@ def _radial_gap(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Te
 
 
 def _radial_gap_block(mine: Tensor, next_mine: Tensor, theirs: Tensor, next_theirs: Tensor) -> Tensor:
-    return (_radial(mine, next_mine) - _radial(theirs, next_theirs)).square().sum((1, 2))
+    return (_radial(mine, next_mine) - _radial(theirs, next_theirs)).square().sum((1, 2, 3))
 
 
 def _radial(points: Tensor, others: Tensor) -> Tensor:
-    return (-(points[:, :, None] - others[:, None]).square().sum(3) / 8).exp()
+    return (-(points[:, :, None] - others[:, None]).square() / 8).exp()
 
 
 def _strongest(x: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -265,6 +261,21 @@ def _maps(inputs: LossInputs) -> tuple[list[Tensor], list[Tensor]]:
     """The maps of the paired stages, of student and teacher."""
     pairs = paired_stages(inputs.taps, inputs.teacher_taps)
     return [inputs.taps[mine] for mine, _ in pairs], [inputs.teacher_taps[theirs] for _, theirs in pairs]
+
+
+def _require_equal_widths(
+    method: str, compares: str, pairs: list[Pair], student: NetworkInfo, teacher: NetworkInfo
+) -> None:
+    """Raises a `UserError` unless there are two or more taps and both networks have the same channels at each."""
+    mine = [student.shapes[name][0] for name, _ in pairs]
+    theirs = [teacher.shapes[name][0] for _, name in pairs]
+    if mine != theirs or len(pairs) < 2:
+        raise UserError(
+            f"distill.method = {method}: compares {compares}, so both networks need the same channels at two or more "
+            f"taps; {student.name} has {_listed(mine)}, {teacher.name} has {_listed(theirs)}",
+            "use two networks of one family, such as resnet56 and resnet20, or a method for any channels, such as "
+            "nst or attention",
+        )
 
 
 def _listed(channels: list[int]) -> str:
