@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Recipe, Run, Train
+from drumline.core.errors import UserError
 from drumline.distillation import task
 from drumline.distillation.objective import Distillation
 from drumline.distillation.run import distill
@@ -37,6 +39,25 @@ def test_the_teacher_is_checked_after_the_first_step_and_each_epoch(
     )
     distill(recipe, single_process(torch.device("cpu")))
     assert steps == [1, 2, 4]
+
+
+def test_a_teacher_with_finite_weights_and_infinite_outputs_is_rejected_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    ranks.write_teacher(tmp_path)
+    weights = tmp_path / "teacher.safetensors"
+    state = load_file(weights)
+    first = next(name for name in state if name.endswith("conv.weight") or name == "conv1.weight")
+    save_file(state | {first: torch.full_like(state[first], 1e38)}, weights)
+    recipe = Recipe(
+        run=Run(dir=str(tmp_path / "runs")),
+        data=Data(source="digits", batch=700, workers=0),
+        model=Model(name="tests.distillation.nets:alone"),
+        train=Train(steps=1),
+        distill=Distill(teacher=("resnet14",), teacher_weights=(str(weights),)),
+    )
+    with pytest.raises(UserError, match="outputs for 359 of 359 evaluation images are NaN or infinite"):
+        distill(recipe, single_process(torch.device("cpu")))
 
 
 def test_the_weights_of_an_initial_phase_are_broadcast_to_every_rank(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32
+from drumline.data.feed.batch import Batch
 from drumline.guards.checks.frozen import followers
 from drumline.guards.checks.model import not_in_optimizer
 from drumline.guards.checks.nonfinite import Origin
@@ -24,6 +25,7 @@ from drumline.training import guards
 from drumline.training.guards import as_error, foreign_parameters
 from drumline.training.loop import train
 from drumline.training.replay import find_origin
+from drumline.training.task import Classification, LossSums
 from tests.training import tiny
 from tests.training.test_step import everything, same_bits
 
@@ -120,6 +122,24 @@ def test_a_finite_step_has_no_origin() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_first_layer_with_a_non_finite_output_is_named_with_the_samples(value: float) -> None:
     assert examined(Odd(value, 1.0)) == Origin("output", "Odd '3'", (20,))
+
+
+def test_a_teacher_whose_outputs_are_not_finite_is_blamed_instead_of_the_rate() -> None:
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), Odd(math.nan, 1.0), nn.Linear(6, tiny.CLASSES))
+    teacher[2].calls = 1
+
+    class Taught(Classification):
+        teachers = (teacher,)
+
+        def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
+            sums = super().__call__(model, images, batch)
+            return sums._replace(loss=sums.loss + teacher(images).sum())
+
+    step = tiny.step_of(tiny.state(tiny.plain()), 8)
+    step.objective = Taught()
+    found = find_origin(step, tiny.make(8), 0)
+    assert found == Origin("teacher", "Odd '2'", (int(tiny.make(8).samples[2]),))
+    assert "teacher_precision" in advice(FP32, found)
 
 
 def test_a_parameter_that_was_not_finite_before_is_named_first() -> None:

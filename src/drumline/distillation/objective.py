@@ -28,7 +28,7 @@ from drumline.distillation.method import LossInputs, Memory, Method, Needs
 from drumline.distillation.methods.logits import standardised
 from drumline.distillation.schedules import CONSTANT, TermSchedule
 from drumline.distillation.student import StudentOutput
-from drumline.distillation.teacher import Teacher, TeacherOutput
+from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
 from drumline.training.task import Classification, LossSums, Objective, check_logits
@@ -86,6 +86,8 @@ class Distillation(Objective):
         self.r, self.classification = r, classification
         self.run_teacher = run_teacher
         self.global_batch, self.teacher = global_batch, teacher
+        if teacher is not None and isinstance(run_teacher, LiveTeacher):
+            self.teachers = tuple(teacher.modules)
         self.standardise, self.per_epoch, self.total = standardise, per_epoch, total
         self.agreement = agreement
         self.terms = ("ce", *(term.name for term in terms), *(("teacher_agreement",) if agreement else ()))

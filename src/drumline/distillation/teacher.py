@@ -313,7 +313,8 @@ def measure_teacher(
     teacher: Teacher, predictions: Tensor, sets: Sets, strategy: Strategy, runs_here: bool
 ) -> Score:
     """The teacher's score, counted like any evaluation; writes its predicted classes to `predictions`. Processes that
-    do not run the teacher's last stage go through the same samples (`runs_here` false: without computing)."""
+    do not run the teacher's last stage go through the same samples (`runs_here` false: without computing). Rejects a
+    teacher whose scores are not finite."""
     grid, peers = strategy.grid, strategy.grid.peers
     own = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
     bar = partial(progress, text="measuring the teacher", total=len(own)) if grid.world.is_rank_zero else iter
@@ -321,7 +322,7 @@ def measure_teacher(
     def record(outputs: Outputs) -> None:
         predictions[outputs.samples] = outputs.logits.argmax(dim=1)
 
-    return score_module(
+    score = score_module(
         _ForEvaluation(teacher, runs_here),
         sets,
         strategy.recipe,
@@ -329,6 +330,17 @@ def measure_teacher(
         through=bar,
         record=record,
         precision=strategy.precision,
+    )
+    if score.nonfinite:
+        raise nonfinite_outputs(f"{score.nonfinite:,} of {score.samples:,} evaluation images")
+    return score
+
+
+def nonfinite_outputs(images: str) -> UserError:
+    """The error about a teacher whose weights are finite, but not its outputs."""
+    return UserError(
+        f"distill.teacher_weights: the teacher's outputs for {images} are NaN or infinite",
+        "use --distill.teacher_precision fp32, or a different teacher; `drumline eval` tests one",
     )
 
 
@@ -347,7 +359,7 @@ def describe_score(teachers: Sequence[LoadedTeacher], score: Score, labels: NDAr
     names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
     line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.correct:,} of {score.samples:,})"
     majority = np.bincount(labels).max() / len(labels)
-    if score.nonfinite or score.accuracy < majority + 0.1 * (1 - majority):
+    if score.accuracy < majority + 0.1 * (1 - majority):
         line += (
             ". WARNING: hardly better than chance. Check that the weights, the classes, the image size and the "
             "normalisation (data.size, data.mean, data.std) are those of its training"

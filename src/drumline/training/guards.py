@@ -115,7 +115,7 @@ class RunGuards:
             saved = save_batch(folder, theirs, step, rank, resume_command(run.recipe, folder))
         saved = run.world.broadcast_object(saved)
         value = "loss" if self.gate is not None and self.gate.scaled else "gradient"
-        fix = f"{advice(run.step.precision)}. {saved}"
+        fix = f"{advice(run.step.precision, origin)}. {saved}"
         self.report(nonfinite_finding(step, rank, run.world.size, origin, theirs.samples, value, fix))
 
     def end(self) -> None:

@@ -1,14 +1,14 @@
 """Repeats a step whose gradients were not finite, and finds the first value that was not.
 
 Promises: the batch is made again (batches are pure functions) with the same random numbers, and nothing of the run
-changes. The first non-finite value is a parameter before the step, a layer's output, the loss, or a parameter's
-gradient; it is named with its samples if its rows show them.
+changes. The first non-finite value is a parameter before the step, the output of a layer of a teacher or of the
+model, the loss, or a parameter's gradient; it is named with its samples if its rows show them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -39,26 +39,29 @@ def find_origin(step: TrainStep, batch: Batch, index: int) -> Origin | None:
     if name is not None:
         found.append(Origin("parameter", name))
     shared = step.strategy.shared_backward()
-    if shared is not None:
-        current = shared.computing
-        with _watched_layers(module, found, current), _watched_gradients(shared.parameters, found):
+    current = shared.computing if shared is not None else {}
+    with ExitStack() as watched:
+        watched.enter_context(_watched_layers(module, "output", found, current))
+        for teacher in step.objective.teachers:
+            watched.enter_context(_watched_layers(teacher, "teacher", found, current))
+        if shared is not None:
+            watched.enter_context(_watched_gradients(shared.parameters, found))
             step.recompute(batch, index, _OwnPasses(step, found, current))
-    else:
-        current = {}
-        with _watched_layers(module, found, current), step.uncompiled():  # compiled code calls no hooks
+        else:
+            watched.enter_context(step.uncompiled())  # compiled code calls no hooks
             step.recompute(batch, index, _LocalPasses(step, found, current))
     return min(found, key=lambda origin: origin.order, default=None)
 
 
 @contextmanager
-def _watched_layers(module: nn.Module, found: list[Origin], current: Pieces) -> Iterator[None]:
+def _watched_layers(module: nn.Module, kind: str, found: list[Origin], current: Pieces) -> Iterator[None]:
     """Checks every layer's output. `current` says what each thread runs."""
 
     def record(name: str, layer: nn.Module, output: torch.Tensor) -> None:
-        if not any(origin.kind == "output" for origin in found):
+        if not any(origin.kind == kind for origin in found):
             stage, piece = current.get(get_ident(), (0, None))
             rows = _rows(output, piece.samples if piece else None)
-            found.append(Origin("output", layer_name(name, layer), rows, stage))
+            found.append(Origin(kind, layer_name(name, layer), rows, stage))
 
     with watched_outputs(module, record):
         yield

@@ -57,6 +57,8 @@ class Objective:
     """Names of further sums that it reports, such as the parts of its loss."""
     meets: bool = False
     """Whether scoring a batch waits for other processes."""
+    teachers: tuple[nn.Module, ...] = ()
+    """The frozen networks that it runs beside the model."""
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
         raise NotImplementedError

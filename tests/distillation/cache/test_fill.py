@@ -43,6 +43,17 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def test_outputs_that_are_not_finite_are_rejected_and_not_stored(tmp_path: Path) -> None:
+    def broken(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, pooled = teacher()(images)
+        return logits.index_fill(0, torch.tensor([3]), float("inf")), pooled
+
+    cache = open_cache(tmp_path, key(), HERE)
+    with pytest.raises(UserError, match="outputs for samples between 0 and 511 of epoch 0 are NaN or infinite"):
+        fill(cache, range(2), broken, feed, HERE)
+    assert len(cache.missing(0)) == cache.blocks
+
+
 def test_a_block_is_a_whole_number_of_chunks() -> None:
     assert 8192 % fill_module.CHUNK == 0
     assert cache_ranks.SMALL_BLOCK % fill_module.CHUNK == 0

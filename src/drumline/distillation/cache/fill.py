@@ -39,6 +39,7 @@ from drumline.distillation.cache.folder import (
     unwritable,
 )
 from drumline.distillation.cache.rows import differences, encode
+from drumline.distillation.teacher import nonfinite_outputs
 from drumline.parallel.world import World
 from drumline.training.evaluate import padded
 
@@ -192,6 +193,7 @@ def _compute_missing(
     fresh = {place: cache.read(*place)[1] for place in plan.present[world.rank :: world.size]}
     known: dict[Place, str] = {}
     rows: list[Tensor] = []
+    finite: list[Tensor] = []
     stop = False
     with closing(feed(request for _, request in _chunks(cache, mine))) as batches:
         todo = zip(_chunks(cache, mine), batches, strict=True)
@@ -201,10 +203,18 @@ def _compute_missing(
             enter(Phase.FILLING)
             if item is not None:
                 (place, request), batch = item
-                rows.append(_compute(cache, teacher, batch)[0])
+                computed, *outputs = _compute(cache, teacher, batch)
+                rows.append(computed)
+                finite += (part.isfinite().all() for part in outputs if part is not None)
                 if request.samples[-1] + 1 == cache.samples(place[1]).stop:
+                    if not torch.stack(finite).all():
+                        block = cache.samples(place[1])
+                        raise nonfinite_outputs(
+                            f"samples between {block.start:,} and {block.stop - 1:,} of epoch {place[0]}"
+                        )
                     fresh[place] = cache.write(*place, torch.cat(rows).cpu().numpy())
                     rows.clear()
+                    finite.clear()
             if step % SYNC_EVERY == 0 or step == steps:
                 gathered = world.all_gather_object((stop, fresh))
                 fresh = {}

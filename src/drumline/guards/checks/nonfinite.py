@@ -18,7 +18,7 @@ from torch import nn
 
 from drumline.parallel.sharded import local_shard
 
-KINDS = ("parameter", "batch", "output", "loss", "gradient")
+KINDS = ("parameter", "batch", "teacher", "output", "loss", "gradient")
 """Where a non-finite value can arise, in the order of a step. The earliest one is the cause of the others."""
 
 
@@ -42,6 +42,7 @@ class Origin:
         return {
             "parameter": f"parameter '{self.name}' was not finite before this step",
             "batch": f"the batch itself is not finite ({self.name})",
+            "teacher": f"the output of {self.name} in the teacher is the first that is not finite",
             "output": f"the output of {self.name} is the first that is not finite",
             "loss": "the model's outputs are finite, but the loss or its gradient is not",
             "gradient": f"outputs and loss are finite; in backward, the gradient of '{self.name}' is the first that "

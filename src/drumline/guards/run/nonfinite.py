@@ -31,8 +31,10 @@ POLL_SECONDS = 0.1
 """How often the host reads the copy."""
 
 
-def advice(precision: Precision) -> str:
+def advice(precision: Precision, origin: Origin | None = None) -> str:
     """What to try if a run diverges. Suggests fp32 only if the run does not use it already."""
+    if origin is not None and origin.kind == "teacher":
+        return "use --distill.teacher_precision fp32, or a different teacher"
     more = ", or use train.precision=fp32" if precision is not FP32 else ""
     return f"lower optim.lr, or add optim.warmup_epochs or optim.clip{more}"
 
