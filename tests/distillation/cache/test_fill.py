@@ -49,7 +49,9 @@ def test_outputs_that_are_not_finite_are_rejected_and_not_stored(tmp_path: Path)
         return logits.index_fill(0, torch.tensor([3]), float("inf")), pooled
 
     cache = open_cache(tmp_path, key(), HERE)
-    with pytest.raises(UserError, match="outputs for samples between 0 and 511 of epoch 0 are NaN or infinite"):
+    with pytest.raises(
+        UserError, match="outputs for samples between 0 and 511 of epoch 0 are NaN or infinite"
+    ):
         fill(cache, range(2), broken, feed, HERE)
     assert len(cache.missing(0)) == cache.blocks
 
