@@ -275,7 +275,7 @@ def test_imagenet_has_weights_of_its_own() -> None:
     given = fields("imagenet/dkd/resnet34-resnet18")
     assert (given["distill.T"], given["distill.options"]) == ("1.0", "beta=0.5,warmup=1")
     given = fields("imagenet/reviewkd/resnet34-resnet18")
-    assert (given["distill.b"], given["distill.options"]) == ("1.0", "warmup=1")
+    assert (given["distill.b"], given["distill.options"]) == ("1.0", "warmup=1,preact=true")
     given = fields("imagenet/kd+ls/resnet34-resnet18")
     assert [given[f"distill.{key}"] for key in ("r", "a", "T", "standardise")] == [
         "1.0",

@@ -236,7 +236,7 @@ _IMAGENET_SETTINGS = {
     "dist": _Settings(b=2.0, T=1.0, plain=False),
     "attention": _Settings(b=1000.0, options=("layers=3+4",)),
     "crd": _Settings(b=0.8),
-    "reviewkd": _Settings(options=("warmup=1",)),
+    "reviewkd": _Settings(options=("warmup=1", "preact=true")),
 }
 
 _IMAGENET_FIGURES = """

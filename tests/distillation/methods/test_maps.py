@@ -344,12 +344,15 @@ def test_reviewkd_works_between_networks_of_different_shape(
         assert fused.shape[1:] == (shape if len(shape) == 3 else (*shape, 1, 1))
 
 
-def test_maps_before_the_activation_are_read_where_they_are_known() -> None:
-    needs = ReviewKd().needs(SMALL, LARGE)
-    assert needs.student == ("stage1", "stage2", "stage3", "pooled")
-    assert needs.teacher == ("stage1.pre", "stage2.pre", "stage3.pre", "pooled")
-    needs = ReviewKd().needs(FOUR, LARGE)
-    assert needs.student == ("stage2", "stage3", "stage4", "pooled")
+def test_reviewkd_reads_the_teacher_before_the_activation_and_the_student_after_it() -> None:
+    before, after = (tuple(f"stage{n}{end}" for n in (1, 2, 3)) for end in (".pre", ""))
+    needs = ReviewKd().needs(LARGE, LARGE)
+    assert needs.student == (*after, "pooled")
+    assert needs.teacher == (*before, "pooled")
+    assert ReviewKd(preact=True).needs(LARGE, LARGE).student == (*before, "pooled")
+    works(ReviewKd(preact=True, mid=8), LARGE, LARGE)
+    assert ReviewKd(preact=True).needs(SMALL, LARGE).student == (*after, "pooled"), "SMALL has no such taps"
+    assert ReviewKd().needs(FOUR, LARGE).student == ("stage2", "stage3", "stage4", "pooled")
 
 
 def test_the_fusion_is_the_papers_from_deep_to_shallow() -> None:

@@ -252,23 +252,30 @@ def hierarchical(fused: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ReviewKd(Method):
-    """Knowledge review (Chen et al., 2021): maps, with deep features fused into shallow ones."""
+    """Knowledge review (Chen et al., 2021): maps, with deep features fused into shallow ones.
+
+    The authors read the teacher before its activations, and the student after them on CIFAR and before them on
+    ImageNet.
+    """
 
     name: ClassVar[str] = "reviewkd"
-    reads: ClassVar[str] = "stages before activation, pooled"
+    reads: ClassVar[str] = "stages (the teacher's before activation), pooled"
     weights: ClassVar[Weights] = Weights(b=5.0)
     least_samples: ClassVar[int] = 2
     warmup: ClassVar[float] = 20.0
 
     mid: Annotated[int, Range(0, 65536)] = 0
     """Channels in which levels are fused. 0: as many as the student's deepest level has, up to 512."""
+    preact: bool = False
+    """Whether the student's stages, too, are read before their activation."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
-        """The common stages, before their activation where that tap exists, and the pooled vectors."""
-        return needs_of(_levels(student, teacher))
+        """The common stages and the pooled vectors. Stages to be read before the activation are read after it if the
+        network has no such tap."""
+        return needs_of(self._levels(student, teacher))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        levels = _levels(student, teacher)
+        levels = self._levels(student, teacher)
         deepest, _ = levels[-1]
         return _Review(levels, student, teacher, self.mid or min(MOST_MID, student.shapes[deepest][0]))
 
@@ -276,6 +283,15 @@ class ReviewKd(Method):
         return sum_of(
             [hierarchical(x, _as_map(inputs.teacher_taps[name])) for name, x in inputs.helper_outputs.items()]
         )
+
+    def _levels(self, student: NetworkInfo, teacher: NetworkInfo) -> list[Pair]:
+        """The taps to compare, from shallow to deep."""
+        levels = [
+            (_before_activation(student, mine) if self.preact else mine, _before_activation(teacher, theirs))
+            for mine, theirs in require_pairs(self.name, student, teacher)
+        ]
+        both_pool = "pooled" in student.shapes and "pooled" in teacher.shapes
+        return [*levels, ("pooled", "pooled")] if both_pool else levels
 
 
 class _Review(nn.Module):
@@ -334,16 +350,6 @@ def _nearest(x: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _as_map(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x[:, :, None, None]
-
-
-def _levels(student: NetworkInfo, teacher: NetworkInfo) -> list[Pair]:
-    """The taps to compare, from shallow to deep."""
-    stages = require_pairs("reviewkd", student, teacher)
-    levels = [
-        (_before_activation(student, mine), _before_activation(teacher, theirs)) for mine, theirs in stages
-    ]
-    both_pool = "pooled" in student.shapes and "pooled" in teacher.shapes
-    return [*levels, ("pooled", "pooled")] if both_pool else levels
 
 
 def _before_activation(network: NetworkInfo, stage: str) -> str:
