@@ -371,6 +371,11 @@ def test_a_recipe_built_from_its_sections_is_checked_in_the_same_way() -> None:
         Recipe(optim=Optim(lr=-1.0)).check()
 
 
+def test_a_recipe_records_the_canonical_name_of_a_method() -> None:
+    recipe = Recipe.from_args(["distill.method=FitNets,kd,Mine:Own"])
+    assert recipe.distill.method == ("hint", "kd", "Mine:Own")
+
+
 def test_finetune_stands_for_plain_fields_that_others_override(tmp_path: Path) -> None:
     def given(*words: str) -> tuple[str, Any]:
         recipe = read_recipe(list(words), "train", RecipeOptions).recipe

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from drumline.config.aliases import METHOD_ALIASES
 from drumline.config.fields import fields_of, with_values
 from drumline.config.limits import Range
 from drumline.config.recipe import Distill, Recipe
@@ -190,12 +191,21 @@ def test_a_weight_of_zero_leaves_a_method_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("kdd", "kd"), ("CRD", "crd"), ("atention", "attention"), ("reviewkd2", "reviewkd")]
+    ("name", "near"), [("kdd", "kd"), ("crdd", "crd"), ("atention", "attention"), ("reviewkd2", "reviewkd")]
 )
 def test_an_unknown_method_suggests_the_nearest_one(name: str, near: str) -> None:
     message = rejected(name)
     assert f"distill.method = {name}" in message
     assert f"did you mean {near}?" in message
+
+
+def test_aliases_and_capitals_mean_a_known_method() -> None:
+    found = chosen("SP", "Kd", "cc", a=0.5, options=("sp.warmup:3",), b=(1.0, 2.0))
+    assert weights(found) == {"kd": 0.5, "similarity": 1.0, "correlation": 2.0}
+    assert found.methods[1].schedule.warmup == 3
+    assert not METHODS.keys() & METHOD_ALIASES.keys()
+    assert METHODS.keys() >= set(METHOD_ALIASES.values())
+    assert "names a method twice" in rejected("sp", "similarity")
 
 
 def test_a_name_similar_to_none_lists_all_methods() -> None:

@@ -13,7 +13,14 @@ from torch import nn
 import drumline.models
 from drumline.core.errors import UserError
 from drumline.models import registry
-from drumline.models.registry import CIFAR, IMAGENET, create_model, model_names, suggest_models
+from drumline.models.registry import (
+    CIFAR,
+    IMAGENET,
+    canonical_name,
+    create_model,
+    model_names,
+    suggest_models,
+)
 from drumline.models.resnet import ResNet
 from drumline.models.vgg import VGG, CifarVGG
 from tests.models.quick import on_meta
@@ -131,8 +138,8 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     ("wrong", "near"),
     [
         ("resnet181", "resnet18"),
-        ("ResNet50", "resnet50"),
-        ("wrn402", "wrn_40_2"),
+        ("ResNet505", "resnet50"),
+        ("wrn4022", "wrn_40_2"),
         ("cifar/vgg12", "cifar/vgg1"),
     ],
 )
@@ -331,6 +338,25 @@ def test_a_factory_that_cannot_be_used_is_explained(name: str, what: str, fix: s
 )
 def test_a_suggested_name_is_a_model_that_exists(name: str, meant: str) -> None:
     assert meant in suggest_models(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ResNet50", "resnet50"),
+        ("ResNet-18", "resnet18"),
+        ("WRN-40-2", "wrn_40_2"),
+        ("CIFAR/ResNet20", "cifar/resnet20"),
+        ("shufflenetV2", "shufflenet_v2"),
+        ("MobileNetV2", "MobileNetV2"),  # the literature's, which is not torchvision's
+        ("mobilenetv2", "mobilenetv2"),  # either of them
+        ("mine:ResNet50", "mine:ResNet50"),
+    ],
+)
+def test_capitals_and_punctuation_do_not_matter_unless_several_models_are_meant(
+    name: str, meant: str
+) -> None:
+    assert canonical_name(name) == meant
 
 
 def test_an_unknown_name_without_near_ones_refers_to_the_list() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config.recipe import Data, Model, Optim, Recipe
+from drumline.config.recipe import Data, Distill, Model, Optim, Recipe
 from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.models import create_model
@@ -38,6 +38,8 @@ def resolved(path: str, name: str = "auto", **data: Any) -> dict[str, Any]:
 def test_without_weights_the_model_is_resnet18_or_the_one_that_is_named() -> None:
     assert resolve_model(Recipe()) == {"model.name": "resnet18"}
     assert resolve_model(Recipe(model=Model(name="resnet50"))) == {}
+    spelled = Recipe(model=Model(name="ResNet50"), distill=Distill(teacher=("WRN-40-2",)))
+    assert resolve_model(spelled) == {"model.name": "resnet50", "distill.teacher": ("wrn_40_2",)}
 
 
 def test_weights_with_a_record_decide_the_model_and_how_images_are_prepared(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_origin
 
+from drumline.config.aliases import method_name
 from drumline.config.fields import (
     SWITCHES,
     Field,
@@ -152,6 +153,7 @@ def read_recipe(argv: Sequence[str], command: str, kind: type[Options]) -> Invoc
         recipe = with_values(recipe, given)
         origins |= dict.fromkeys(given, "finetune")
     recipe = with_values(recipe, {name: setting.value for name, setting in line.settings.items()})
+    recipe = with_values(recipe, {"distill.method": tuple(map(method_name, recipe.distill.method))})
     origins |= dict.fromkeys(line.settings, COMMAND_LINE)
     if line.recipe_file and command in ("train", "distill"):
         run = _run_of(Path(line.recipe_file), recipe, line.settings)

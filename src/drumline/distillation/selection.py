@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from drumline.config.aliases import method_name
 from drumline.config.fields import Field, WrongValue, fields_of, from_text
 from drumline.config.layouts import layout_named
 from drumline.config.recipe import Distill, Recipe
@@ -181,7 +182,7 @@ def _select_initial(distill: Distill, name: str) -> Selection:
     options = _options(distill.options, _names(distill))[name]
     weight = kind.weights.b
     if METHODS[name].only_initial and distill.b:
-        others = [other for other in distill.method if other != "kd"]
+        others = [other for other in _names(distill) if other != "kd"]
         weight = _weights(distill, others)[others.index(name)]
     # Otherwise the schedule is that of the main phase.
     schedule = _schedule(distill, name, options) if METHODS[name].only_initial else CONSTANT
@@ -192,18 +193,17 @@ def _select_initial(distill: Distill, name: str) -> Selection:
 def _names(distill: Distill) -> list[str]:
     if not distill.method:
         raise UserError("distill.method is empty", f"give one of: {', '.join(METHODS)}")
-    for name in distill.method:
+    names = [method_name(name) for name in distill.method]
+    for name in names:
         if name not in METHODS:
-            near = get_close_matches(name.lower(), METHODS, n=1)
+            near = get_close_matches(name, METHODS, n=1)
             raise UserError(
                 f"distill.method = {name}: unknown method",
                 f"did you mean {near[0]}?" if near else f"use one of: {', '.join(METHODS)}",
             )
-    if len(set(distill.method)) < len(distill.method):
-        raise UserError(
-            f"distill.method = {','.join(distill.method)} names a method twice", "name each method once"
-        )
-    return list(distill.method)
+    if len(set(names)) < len(names):
+        raise UserError(f"distill.method = {','.join(names)} names a method twice", "name each method once")
+    return names
 
 
 def _weights(distill: Distill, others: list[str]) -> list[float]:
@@ -227,7 +227,7 @@ def _options(
     for text in texts:
         key, _, value = text.partition(min(":=", key=lambda sign: text.find(sign) % (len(text) + 1)))
         owner, _, option = key.rpartition(".")
-        candidates = [name for name in found if name == owner] if owner else names
+        candidates = [name for name in found if name == method_name(owner)] if owner else names
         owners = [name for name in candidates if option in _option_fields(name)]
         if not owners:
             known = ", ".join(f"{name}.{option}" for name in found for option in _option_fields(name))

@@ -116,6 +116,7 @@ def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
         raise UserError(
             f"{classes} classes: a classifier needs at least one output", fix="set model.classes to 1 or more"
         )
+    name = canonical_name(name)
     _reject_files(name, arguments)
     if name in _TABLE:
         return _built(name, partial(_TABLE[name], classes=classes), arguments)
@@ -126,6 +127,15 @@ def create_model(name: str, classes: int = 1000, **arguments: Any) -> nn.Module:
     if names_code(name):
         return _users_own(name, classes, arguments)
     raise UserError(f"there is no model {name!r}", _meant(name))
+
+
+def canonical_name(name: str) -> str:
+    """The built-in name that differs only in capitals and punctuation, such as resnet50 for `ResNet-50`. The name
+    itself if it is built in, or if none or several are so similar."""
+    if name in _TABLE or names_code(name):
+        return name
+    found = [known for known in _TABLE if _plain(known) == _plain(name)]
+    return found[0] if len(found) == 1 else name
 
 
 def suggest_models(name: str) -> tuple[str, ...]:
@@ -145,8 +155,12 @@ def suggest_models(name: str) -> tuple[str, ...]:
 
 def _same(name: str, candidate: str) -> bool:
     """Whether both are equal up to punctuation and case."""
-    strip = str.maketrans("", "", "-_/. ")
-    return name.lower().translate(strip) == candidate.rpartition("/")[2].lower().translate(strip)
+    return _plain(name).replace("/", "") == _plain(candidate.rpartition("/")[2])
+
+
+def _plain(name: str) -> str:
+    """Without capitals and punctuation."""
+    return name.lower().translate(str.maketrans("", "", "-_. "))
 
 
 def _meant(name: str) -> str:

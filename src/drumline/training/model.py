@@ -7,7 +7,7 @@ finite are rejected.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from drumline.core.text import either
 from drumline.data.classes import Classes
 from drumline.data.sources import ArrayDataset
 from drumline.models import create_model
-from drumline.models.registry import is_cifar
+from drumline.models.registry import canonical_name, is_cifar
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_live, verify_checkpoint, verify_checksums
 from drumline.state.manifest import MANIFEST
@@ -90,14 +90,18 @@ DEFAULT_MODEL = "resnet18"
 def resolve_model(recipe: Recipe, images: bool = True, given: Collection[str] = ()) -> dict[str, Any]:
     """The fields that the weights of a recipe decide, by name: `model.name` if it is auto; `model.args` of the same
     model if none are given; and with `images`, the fields of `data` that prepare images and have their defaults,
-    except those that are `given` as a value. Rejects weights of a different model."""
-    name, weights = recipe.model.name, recipe.model.weights
-    if not weights:
-        return {"model.name": DEFAULT_MODEL} if name == "auto" else {}
-    record = record_of_weights(weights, FIELDS)
+    except those that are `given` as a value. Also the canonical spelling of names of models. Rejects weights of a
+    different model."""
+    name, weights = canonical_name(recipe.model.name), recipe.model.weights
+    found: dict[str, Any] = {
+        "model.name": name,
+        "distill.teacher": tuple(map(canonical_name, recipe.distill.teacher)),
+    }
+    record = record_of_weights(weights, FIELDS) if weights else None
     if record is None:
-        return {"model.name": _fitting_model(weights)} if name == "auto" else {}
-    found: dict[str, Any] = {}
+        if name == "auto":
+            found["model.name"] = _fitting_model(weights) if weights else DEFAULT_MODEL
+        return _changed(found, recipe)
     if name == "auto":
         if names_code(record.model):
             raise UserError(
@@ -126,7 +130,12 @@ def resolve_model(recipe: Recipe, images: bool = True, given: Collection[str] = 
         found |= {
             f"data.{each}": getattr(record, each) for each in unset if both or each not in ("mean", "std")
         }
-    return {field: value for field, value in found.items() if value != value_of(recipe, field)}
+    return _changed(found, recipe)
+
+
+def _changed(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Those of the values that the recipe does not have already."""
+    return {field: value for field, value in values.items() if value != value_of(recipe, field)}
 
 
 def _may_be(name: str, other: str) -> bool:
