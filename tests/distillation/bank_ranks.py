@@ -71,7 +71,8 @@ def job(world: World) -> dict[str, Any]:
     bank = METHOD.memory(LABELS, SEED, world)
     first, helper = bank.collect(), embeddings()
     losses = train(world, bank, range(STEPS // 2), helper)
-    middle, weights = bank.collect(), {name: value.clone() for name, value in helper.state_dict().items()}
+    middle = world.broadcast_object(bank.collect())
+    weights = {name: value.clone() for name, value in helper.state_dict().items()}
     losses += train(world, bank, range(STEPS // 2, STEPS), helper)
     last = bank.collect()
     other, again = METHOD.memory(LABELS, SEED, world), embeddings()

@@ -210,6 +210,19 @@ def test_a_cache_serves_a_different_student_and_rejects_a_different_teacher(home
     assert "fix:" in output
 
 
+def test_a_cache_filled_by_crd_serves_kd_with_the_steps_of_its_own_cache(home: Path) -> None:
+    words = (TEACHER, "train.steps=4", "train.eval_every=0")
+    distil(home, "crd", *words, "distill.method=crd", "distill.cache=with-features")
+    distil(home, "alone", *words, "distill.cache=logits")
+    shared = distil(home, "shared", *words, "distill.cache=with-features")
+    assert "blocks filled now" not in shared
+    losses = [[line["loss"] for line in metrics(home, name, "train")] for name in ("alone", "shared")]
+    assert losses[0] == losses[1]
+    longer = (TEACHER, "train.steps=60", "distill.cache=with-features")
+    output = distil(home, "longer", *longer, code=2)
+    assert "epochs are not filled. It stores pooled features, which kd does not compute" in output
+
+
 def test_a_cached_run_takes_the_steps_of_a_live_one(home: Path) -> None:
     words = (TEACHER, "train.steps=5", "train.eval_every=0")
     distil(home, "live", *words)

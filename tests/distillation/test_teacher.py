@@ -16,6 +16,7 @@ from drumline.core.precision import BF16, FP32, Precision
 from drumline.distillation.cache.teacher import weights_sha256
 from drumline.distillation.teacher import EnsembleRule, Teacher, ensemble
 from drumline.models import create_model
+from drumline.models.tapped import Tapped
 from drumline.parallel.world import single_process
 from tests.distillation.nets import wakened
 
@@ -246,6 +247,11 @@ def test_an_ensemble_calls_its_teachers_and_averages_by_the_rule(rule: EnsembleR
     else:
         expected = 0.25 * softmax(each[0] / 2) + 0.75 * softmax(each[1] / 2)
         np.testing.assert_allclose(softmax(output / 2), expected, rtol=1e-4)
+
+
+def test_the_key_of_a_cache_does_not_depend_on_the_taps_of_a_teacher() -> None:
+    model = network()
+    assert weights_sha256([Tapped(model, {"stem": "conv1"}, images(1))]) == weights_sha256([model])
 
 
 def test_the_key_of_a_cache_depends_on_every_byte_of_the_teacher() -> None:

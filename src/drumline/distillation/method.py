@@ -127,8 +127,8 @@ class Memory(Protocol):
         """The tensors of this process that a step writes; they are restored after a rehearsal."""
 
     def collect(self) -> dict[str, Tensor]:
-        """The whole state on the host, independent of the number of processes. A collective: all processes call
-        it."""
+        """On rank 0, the whole state on the host, independent of the number of processes. A collective: all processes
+        call it."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Loads what `collect` returned; each process takes its shard."""

@@ -75,7 +75,8 @@ class Objective:
         return []
 
     def collect(self) -> dict[str, torch.Tensor]:
-        """Its state for a checkpoint, on the host, the same on any number of processes. All processes call it."""
+        """On rank 0, its state for a checkpoint, on the host, the same on any number of processes. All processes call
+        it."""
         return {}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -77,7 +77,7 @@ DIFFERENT: dict[str, tuple[dict[str, object], str]] = {
     "seed": ({"seed": 8}, "run.seed: 7 → 8"),
     "classes": ({"classes": 11}, "the teacher's number of classes: 10 → 11"),
     "top_k": ({"top_k": 3}, "logits stored per sample (0: all): 0 → 3"),
-    "pooled": ({"pooled": 0}, "pooled features stored per sample (0: none): 6 → 0"),
+    "pooled": ({"pooled": 7}, "pooled features stored per sample (0: none): 6 → 7"),
     "dtype": ({"dtype": "float16"}, "the type of the stored numbers: float32 → float16"),
     "format": ({"format": 2}, "the format of the cache: 1 → 2"),
 }
@@ -96,6 +96,17 @@ def test_a_different_key_is_rejected_and_the_difference_named(tmp_path: Path, na
     assert words in error.value.what
     assert error.value.what.count("→") == 1
     assert "a different folder for distill.cache, or delete" in error.value.fix
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_with_features_serves_a_key_without_them(tmp_path: Path, dtype: str) -> None:
+    stored = key()
+    assert stored.pooled
+    open_cache(tmp_path / "cache", stored, HERE)
+    assert open_cache(tmp_path / "cache", replace(stored, pooled=0, dtype=dtype), HERE).key == stored
+    open_cache(tmp_path / "logits", replace(stored, pooled=0), HERE)
+    with pytest.raises(UserError, match="pooled features stored per sample"):
+        open_cache(tmp_path / "logits", stored, HERE)
 
 
 def coloured(samples: int = 200, changed: int | None = None) -> ArrayDataset:

@@ -333,11 +333,12 @@ def test_a_restored_bank_continues_with_the_same_bits() -> None:
 def test_banks_losses_and_weights_are_the_same_bits_on_any_number_of_processes(size: int) -> None:
     one = bank_ranks.job(WORLD)
     held = 0
-    for found in bank_ranks.results(size):
-        for name in ("first", "last", "weights"):
-            assert same(found[name], one[name]), name
+    for rank, found in enumerate(bank_ranks.results(size)):
+        assert same(found["weights"], one["weights"])
+        for name in ("first", "last"):
+            assert same(found[name], {} if rank else one[name]), name
         assert torch.equal(found["losses"], one["losses"])
-        assert same(found["resumed"]["last"], one["last"])
+        assert same(found["resumed"]["last"], found["last"])
         held += found["held"]
     # Each process holds its share, a spare row and the two normalisers.
     assert held == one["held"] + (size - 1) * (2 * bank_ranks.METHOD.dim + 2)
@@ -345,7 +346,7 @@ def test_banks_losses_and_weights_are_the_same_bits_on_any_number_of_processes(s
 
 @pytest.mark.slow
 def test_a_bank_saved_by_three_processes_continues_in_one() -> None:
-    state = bank_ranks.results(3)[1]["last"]
+    state = bank_ranks.results(3)[0]["last"]
     bank = bank_ranks.METHOD.memory(bank_ranks.LABELS, 99, WORLD)
     bank.restore(state)
     assert same(bank.collect(), state)

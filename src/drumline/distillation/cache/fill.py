@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -281,10 +281,11 @@ def _request(epoch: int, first: int, end: int) -> Request:
 
 @torch.inference_mode()
 def _compute(cache: Cache, teacher: Teacher, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows, logits and features of a chunk."""
+    """The rows, logits and features of a chunk. Features are the end of a row; without them, it ends before."""
     count = len(batch.images)
     logits, pooled = teacher(padded(batch.images, CHUNK))
-    rows = encode(logits, pooled, cache.key.rule)
+    rule = cache.key.rule if pooled is not None else replace(cache.key.rule, pooled=0)
+    rows = encode(logits, pooled, rule)
     return rows[:count], logits[:count], None if pooled is None else pooled[:count]
 
 
@@ -308,14 +309,16 @@ def _compare(cache: Cache, teacher: Teacher, request: Request, batch: Batch, exa
     )
     assert computed is not None
     assert logits is not None
-    apart, features_apart = differences(stored, logits, pooled, cache.key.rule)
+    stored = stored[:, : computed.shape[1]]
+    rule = cache.key.rule if pooled is not None else replace(cache.key.rule, pooled=0)
+    apart, features_apart = differences(stored, logits, pooled, rule)
     if exact:
         wrong = (stored != computed).any(dim=1)
     else:
-        tolerance = 1e-3 if cache.key.rule.numbers is torch.float32 else 0.05
+        tolerance = 1e-3 if rule.numbers is torch.float32 else 0.05
         # Negated, so that a NaN counts as wrong.
         wrong = ~(apart <= tolerance * max(1.0, float(logits.abs().amax())))
-        if cache.key.rule.pooled and pooled is not None:
+        if rule.pooled and pooled is not None:
             wrong |= ~(features_apart <= tolerance * max(1.0, float(pooled.abs().amax())))
     if not wrong.any():
         return ""
@@ -324,7 +327,7 @@ def _compare(cache: Cache, teacher: Teacher, request: Request, batch: Batch, exa
     return (
         f"distill.cache = {cache.folder}: {int(wrong.sum())} of {len(wrong)} rows of epoch {request.epoch} differ "
         f"from the teacher's outputs, first that of sample {sample}; logits differ by up to {largest[0]}"
-        + (f", features by up to {largest[1]}" if cache.key.rule.pooled else "")
+        + (f", features by up to {largest[1]}" if rule.pooled else "")
         + ": a different teacher, code or machine filled the cache"
     )
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +71,14 @@ class Key:
     def rule(self) -> Rule:
         """The format of a row."""
         return Rule(self.classes, self.dtype, self.top_k, self.pooled)
+
+    def serving(self, stored: Mapping[str, Any]) -> Key:
+        """This key, with the features that a cache of the key `stored` has beyond those that are wanted. Features
+        may have widened the type of the numbers, which changes no value."""
+        if self.pooled or not isinstance(stored.get("pooled"), int):
+            return self
+        wider = stored.get("dtype") == "float32"
+        return replace(self, pooled=stored["pooled"], dtype="float32" if wider else self.dtype)
 
 
 BLOCK = 8192
@@ -217,11 +225,12 @@ class Cache:
 
 
 def open_cache(folder: Path, key: Key, world: World) -> Cache:
-    """Opens the cache in a folder; creates it if the folder is new or empty. All ranks call it; rank 0 writes."""
+    """Opens the cache in a folder; creates it if the folder is new or empty. It may store pooled features that `key`
+    does not ask for. All ranks call it; rank 0 writes."""
     from_rank_zero(world, lambda: _create(folder, key, world))
-    wrong, machine = "", {}
+    wrong, machine = "", dict[str, str]()
     try:
-        machine = _read_manifest(folder, key)
+        key, machine = _read_manifest(folder, key)
     except UserError as error:
         wrong = error.what
     raise_if_any(world, wrong, SHARED_FOLDER)
@@ -292,8 +301,9 @@ def _is_content(path: Path) -> bool:
     return path.suffix != ".tmp" and path.name != LOCK
 
 
-def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
-    """The machine in the manifest. Raises if the manifest is damaged or has a different key."""
+def _read_manifest(folder: Path, key: Key) -> tuple[Key, dict[str, str]]:
+    """The key and the machine in the manifest. Raises if the manifest is damaged, or if its key does not serve
+    `key`."""
     path, fix = folder / MANIFEST, "use a different folder for distill.cache, or delete this one"
     try:
         content = read_sealed(path, newest=1)
@@ -304,6 +314,7 @@ def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
         raise UserError(f"distill.cache: {reason}", fix) from None
     except (KeyError, TypeError, ValueError):
         raise UserError(f"distill.cache: {path}: not the manifest of a cache", fix) from None
+    key = key.serving(stored)
     wanted = asdict(key)
     changes = [
         f"{LABELS.get(name, name)}: {' → '.join(_differing(stored.get(name), wanted.get(name)))}"
@@ -314,7 +325,7 @@ def _read_manifest(folder: Path, key: Key) -> dict[str, str]:
         raise UserError(
             f"distill.cache = {folder}: was filled with different settings. {'. '.join(changes)}", fix
         )
-    return {str(name): str(value) for name, value in machine.items()}
+    return key, {str(name): str(value) for name, value in machine.items()}
 
 
 def _differing(stored: object, wanted: object) -> tuple[str, str]:

@@ -41,6 +41,7 @@ from drumline.distillation.cache.fill import CHUNK, fill, spot_check
 from drumline.distillation.cache.folder import Cache, Key, open_cache
 from drumline.distillation.cache.rows import Rule, decode
 from drumline.distillation.teacher import LoadedTeacher, Teacher, TeacherOutput
+from drumline.models.tapped import Tapped
 from drumline.parallel.world import World
 from drumline.state.fingerprint import state_sha256
 from drumline.state.provenance import module_digest
@@ -98,7 +99,7 @@ def open_cached_teacher(
 ) -> CachedTeacher:
     """Opens the recipe's cache, fills the missing blocks of this run's epochs, and spot-checks a few rows."""
     normalise = normaliser(sets, recipe)
-    rule = _rule(recipe, teacher, sets.transform.size, world)
+    wanted = _rule(recipe, teacher, sets.transform.size, world)
     key = make_key(
         teacher=identity,
         source=sets.train,
@@ -106,16 +107,23 @@ def open_cached_teacher(
         mean=sets.mean,
         std=sets.std,
         seed=recipe.run.seed,
-        rule=rule,
+        rule=wanted,
     )
     cache = open_cache(Path(recipe.distill.cache), key, world)
+    rule = cache.key.rule
     epochs = range(math.ceil(plan.total / plan.per_epoch))
     missing = [(epoch, block) for epoch in epochs for block in cache.missing(epoch)]
+    if missing and rule.pooled and not wanted.pooled:
+        raise UserError(
+            f"distill.cache = {cache.folder}: {len({epoch for epoch, _ in missing})} of {len(epochs)} epochs are not "
+            f"filled. It stores pooled features, which {', '.join(recipe.distill.method)} does not compute",
+            "use a different folder, or fill it with the method that began it",
+        )
     chunks = sum(-(-len(cache.samples(block)) // CHUNK) for _, block in missing[:: world.size])
 
     def outputs(images: Tensor) -> tuple[Tensor, Tensor | None]:
         logits, taps = teacher(normalise(images))
-        return logits.to(rule.numbers), taps["pooled"].to(rule.numbers) if rule.pooled else None
+        return logits.to(rule.numbers), taps["pooled"].to(rule.numbers) if wanted.pooled else None
 
     def with_progress(requests: Iterable[Request]) -> Batches:
         with closing(sets.feed(recipe.run.seed, requests, world.device)) as batches:
@@ -176,11 +184,12 @@ def identify_teacher(
 
 
 def weights_sha256(modules: Sequence[nn.Module]) -> str:
-    """The SHA-256 of all parameters and buffers."""
+    """The SHA-256 of all parameters and buffers, with or without taps."""
+    models = [module.model if isinstance(module, Tapped) else module for module in modules]
     tensors = {
         f"{number}/{name}": tensor
-        for number, module in enumerate(modules)
-        for name, tensor in module.state_dict().items()
+        for number, model in enumerate(models)
+        for name, tensor in model.state_dict().items()
     }
     return state_sha256({"model": tensors})
 

@@ -207,14 +207,17 @@ class ContrastBank:
         return [self._rows, self.log_z]
 
     def collect(self) -> dict[str, Tensor]:
-        """Both banks, ordered by sample id, and the normalisers, on the host."""
-        student, teacher = (torch.empty(self.samples, self._dim) for _ in range(2))
+        """On rank 0, both banks, ordered by sample id, and the normalisers, on the host. Elsewhere nothing: every
+        process of a machine would hold a copy."""
+        kept = self.samples if self._world.is_rank_zero else 0
+        student, teacher = (torch.empty(kept, self._dim) for _ in range(2))
         for start in range(0, self.samples, _CHUNK):
             ids = torch.arange(start, min(start + _CHUNK, self.samples), device=self.labels.device)
             rows = self.fetch(ids)
-            student[start : start + len(ids)] = rows.student
-            teacher[start : start + len(ids)] = rows.teacher
-        return {"student": student, "teacher": teacher, "log_z": self.log_z.cpu().clone()}
+            if kept:
+                student[start : start + len(ids)] = rows.student
+                teacher[start : start + len(ids)] = rows.teacher
+        return {"student": student, "teacher": teacher, "log_z": self.log_z.cpu().clone()} if kept else {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Loads this process's rows of both banks, and the normalisers."""
