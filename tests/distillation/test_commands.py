@@ -269,6 +269,10 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.student_taps=stage1=layer9"),
         ("distill.student_taps", "kd reads no taps"),
     ),
+    "a gap between stages": (
+        (TEACHER, "distill.method=hint", "distill.teacher_taps=stage9=layer3"),
+        ("without stage4", "distill.teacher_taps"),
+    ),
     "a tap that is no map": (
         (TEACHER, "distill.method=hint", "distill.student_taps=stage2=fc"),
         ("stage2 (fc)", "must be N x C x H x W", "distill.student_taps"),

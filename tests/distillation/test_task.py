@@ -15,7 +15,10 @@ from drumline.core.errors import UserError
 from drumline.distillation import task
 from drumline.distillation.objective import Distillation
 from drumline.distillation.run import distill
-from drumline.distillation.student import StudentWithHelpers
+from drumline.distillation.selection import select_methods
+from drumline.distillation.student import StudentWithHelpers, fit_networks
+from drumline.distillation.teacher import LoadedTeacher
+from drumline.models import create_model
 from drumline.parallel.world import single_process
 from tests.distillation import ranks
 
@@ -58,6 +61,20 @@ def test_a_teacher_with_finite_weights_and_infinite_outputs_is_rejected_before_t
     )
     with pytest.raises(UserError, match="outputs for 359 of 359 evaluation images are NaN or infinite"):
         distill(recipe, single_process(torch.device("cpu")))
+
+
+def test_a_tap_that_no_method_reads_causes_a_warning() -> None:
+    distill = Distill(
+        method=("hint",), teacher_taps="stage1=layer1,stage2=layer2", student_taps="stage1=layer1"
+    )
+    recipe = Recipe(model=Model(name="resnet8"), distill=distill)
+    teachers = [LoadedTeacher("resnet14", "teacher.safetensors", create_model("resnet14", classes=4))]
+    student = create_model("resnet8", classes=4)
+    networks = fit_networks(recipe, select_methods(distill), student, teachers, 16)
+    assert networks.warnings == (
+        "WARNING: distill.student_taps names stage1, which no method reads",
+        "WARNING: distill.teacher_taps names stage1, which no method reads",
+    )
 
 
 def test_the_weights_of_an_initial_phase_are_broadcast_to_every_rank(tmp_path: Path) -> None:

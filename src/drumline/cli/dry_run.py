@@ -137,7 +137,7 @@ class _DryRun:
         if self.recipe.distill.teacher_weights:
             import torch
 
-            from drumline.distillation.teacher import agreement_metric
+            from drumline.distillation.measure import agreement_metric
 
             metrics = (*METRICS, agreement_metric(torch.empty(0)))
         best_metric(
@@ -229,9 +229,10 @@ class _DryRun:
 
     def teachers(self) -> list[str]:
         from drumline.data.classes import Classes
+        from drumline.distillation.measure import image_warnings
         from drumline.distillation.selection import select_methods
         from drumline.distillation.task import check_fit
-        from drumline.distillation.teacher import check_teachers, image_warnings, load_teachers
+        from drumline.distillation.teacher import check_teachers, load_teachers
         from drumline.training.model import initial_model
 
         distill, sets = self.recipe.distill, self._sets

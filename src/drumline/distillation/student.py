@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.distillation.method import Method, Needs, NetworkInfo, Taps
+from drumline.distillation.method import Method, Needs, NetworkInfo, Taps, stages_among
 from drumline.distillation.selection import Selection
 from drumline.distillation.teacher import LoadedTeacher
 from drumline.models.base import Output, VisionModel
-from drumline.models.tapped import Tapped, norm_before, with_taps
+from drumline.models.tapped import Tapped, norm_before, parse_taps, with_taps
 
 _HELPER_SEED = 0x68656C70
 """Mixed into the seed, so that helpers do not start from the student's random numbers."""
@@ -91,6 +91,8 @@ class FittedNetworks:
     teacher_info: NetworkInfo
     methods: Mapping[str, Method]
     needs: Mapping[str, Needs]
+    warnings: tuple[str, ...] = ()
+    """About taps that the recipe names and no method reads."""
 
     @property
     def student_taps(self) -> tuple[str, ...]:
@@ -117,11 +119,12 @@ class FittedNetworks:
             ("student", self.student, self.student_taps),
             ("teacher", self.teachers[0].module, self.teacher_taps),
         )
-        return [
+        read_from = [
             f"taps of the {role}: {', '.join(f'{tap} = {model.locations[tap]}' for tap in read)}"
             for role, model, taps in networks
             if isinstance(model, Tapped) and (read := [tap for tap in taps if tap in model.locations])
         ]
+        return [*read_from, *self.warnings]
 
     def with_helpers(self, seed: int, runs_student: bool = True) -> StudentWithHelpers:
         """Student and helpers, on the student's device. The helpers' initial weights depend on the seed alone."""
@@ -163,7 +166,20 @@ def fit_networks(
             f"distill.method = {names}: reads the features of one teacher, but there are {len(teachers)}",
             "use methods on logits (kd, dkd, dist) with several teachers, or give one teacher",
         )
-    return FittedNetworks(student, tapped, (first, *teachers[1:]), student_info, teacher_info, methods, needs)
+    networks = FittedNetworks(
+        student, tapped, (first, *teachers[1:]), student_info, teacher_info, methods, needs
+    )
+    read = {"student_taps": networks.student_taps, "teacher_taps": networks.teacher_taps}
+    unread = {
+        key: [tap for tap in parse_taps(getattr(recipe.distill, key)) if tap not in taps]
+        for key, taps in read.items()
+    }
+    warnings = (
+        f"WARNING: distill.{key} names {', '.join(taps)}, which no method reads"
+        for key, taps in unread.items()
+        if taps and not selection.phase and not selection.initial  # each phase reads its own
+    )
+    return replace(networks, warnings=tuple(warnings))
 
 
 def network_info(model: nn.Module, name: str, example: Tensor) -> NetworkInfo:
@@ -186,6 +202,14 @@ def network_info(model: nn.Module, name: str, example: Tensor) -> NetworkInfo:
                 f"{tap}{f' ({location})' if location else ''} of {name} has shape "
                 f"{' x '.join(map(str, value.shape))}; it must be {form}",
                 "name a different module with distill.student_taps or distill.teacher_taps",
+            )
+    stages = stages_among(taps)
+    for number, stage in enumerate(stages, start=1):
+        if stage != f"stage{number}":
+            raise UserError(
+                f"{name} has {', '.join(stages)}: without stage{number}, stages would be paired with the wrong "
+                "ones of the other network",
+                f"name the module stage{number} in distill.student_taps or distill.teacher_taps",
             )
     norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
     shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}

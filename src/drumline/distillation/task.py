@@ -21,6 +21,12 @@ from drumline.distillation.cache.teacher import (
     identify_teacher,
     open_cached_teacher,
 )
+from drumline.distillation.measure import (
+    agreement_metric,
+    describe_score,
+    image_warnings,
+    measure_teacher,
+)
 from drumline.distillation.objective import (
     AcrossRanks,
     AcrossShards,
@@ -41,11 +47,7 @@ from drumline.distillation.teacher import (
     LiveTeacher,
     LoadedTeacher,
     Teacher,
-    agreement_metric,
-    describe_score,
-    image_warnings,
     load_teachers,
-    measure_teacher,
 )
 from drumline.models.base import copy_model
 from drumline.observe.display import Display
@@ -221,9 +223,13 @@ class _Builder:
             self.messages += image_warnings(self.recipe, self.sets, networks.teachers)
             return None, ()
         predictions = torch.full((len(self.sets.eval),), -1, device=self.world.device)
-        score = measure_teacher(teacher, predictions, self.sets, self.strategy, runs_here)
+        unrecorded = any(each.record is None for each in networks.teachers)
+        score, warnings = measure_teacher(
+            teacher, predictions, self.sets, self.strategy, runs_here, try_imagenet=unrecorded
+        )
         messages = [
             describe_score(networks.teachers, score, self.sets.eval.labels),
+            *warnings,
             *image_warnings(self.recipe, self.sets, networks.teachers),
         ]
         if self.caches:  # before hours of filling a cache

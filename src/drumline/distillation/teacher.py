@@ -1,11 +1,10 @@
-"""Teachers: loaded from their weights, measured, and run beside the student; one, or an ensemble.
+"""Teachers: loaded from their weights and run beside the student; one, or an ensemble.
 
 Promises: every tensor of a teacher comes from its weights, which also name the model. Its classes are matched to
-those of the data by name, and its accuracy is measured before the first step. If no method reads logits, it may have
-classes of its own, and its accuracy is not measured. A teacher runs in inference mode, without gradients, in its own
-precision, on this process's device (in stages: each tensor on the device of its stage), without making the host wait.
-`check` verifies this, and that no bit has changed since loading. Rejects a teacher without weights, and one whose
-classes differ from the data's if a method reads its logits.
+those of the data by name. If no method reads logits, it may have classes of its own. A teacher runs in inference
+mode, without gradients, in its own precision, on this process's device (in stages: each tensor on the device of its
+stage), without making the host wait. `check` verifies this, and that no bit has changed since loading. Rejects a
+teacher without weights, and one whose classes differ from the data's if a method reads its logits.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from drumline.config.recipe import Distill, Recipe
@@ -27,13 +24,11 @@ from drumline.config.sources import names_code
 from drumline.config.toml import load_recipe
 from drumline.core.errors import UserError
 from drumline.core.precision import FP32, Precision, autocast
-from drumline.core.progress import progress
 from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
-from drumline.data.feed.sampler import evaluation_starts
 from drumline.distillation.selection import select_methods
 from drumline.models import create_model
-from drumline.parallel.strategy import Strategy, to_device
+from drumline.parallel.strategy import to_device
 from drumline.parallel.world import World
 from drumline.state.fingerprint import fingerprints_of
 from drumline.state.folder import run_of
@@ -46,10 +41,7 @@ from drumline.state.weights import (
     resolve_weights,
     weights_record,
 )
-from drumline.training.evaluate import score_module
-from drumline.training.metrics import Metric, Outputs, Score
-from drumline.training.model import model_record, reject_nonfinite, verify_weights
-from drumline.training.sets import Sets
+from drumline.training.model import reject_nonfinite, verify_weights
 
 Forward = Callable[[Sequence[tuple[int, ...]], Callable[[int], Tensor]], Sequence[Any]]
 """Runs a module on several batches. It receives their shapes and a function that returns the images of each, and
@@ -210,6 +202,14 @@ def _run_whole(
     ]
 
 
+def nonfinite_outputs(images: str) -> UserError:
+    """The error about a teacher whose weights are finite, but not its outputs."""
+    return UserError(
+        f"distill.teacher_weights: the teacher's outputs for {images} are NaN or infinite",
+        "use --distill.teacher_precision fp32, or a different teacher; `drumline eval` tests one",
+    )
+
+
 def _wrong(what: str, fix: str) -> UserError:
     return UserError(f"the teacher's {what}; it must stay as it was loaded", fix)
 
@@ -295,88 +295,6 @@ def teacher_name(path: str) -> str:
             "give the model's name, such as --distill.teacher resnet34",
         )
     return load_recipe(str(run / "recipe.toml")).recipe.model.name
-
-
-def image_warnings(recipe: Recipe, sets: Sets, teachers: Sequence[LoadedTeacher]) -> list[str]:
-    """A warning for each teacher whose weights record different image settings."""
-    warnings = []
-    for teacher in teachers:
-        different = teacher.record.other_images(model_record(recipe, sets)) if teacher.record else []
-        if different:
-            warnings.append(
-                f"WARNING: the teacher {teacher.weights} was trained on different images: {'; '.join(different)}"
-            )
-    return warnings
-
-
-def measure_teacher(
-    teacher: Teacher, predictions: Tensor, sets: Sets, strategy: Strategy, runs_here: bool
-) -> Score:
-    """The teacher's score, counted like any evaluation; writes its predicted classes to `predictions`. Processes that
-    do not run the teacher's last stage go through the same samples (`runs_here` false: without computing). Rejects a
-    teacher whose scores are not finite."""
-    grid, peers = strategy.grid, strategy.grid.peers
-    own = evaluation_starts(samples=len(sets.eval), batch=sets.eval_batch, rank=peers.rank, world=peers.size)
-    bar = partial(progress, text="measuring the teacher", total=len(own)) if grid.world.is_rank_zero else iter
-
-    def record(outputs: Outputs) -> None:
-        predictions[outputs.samples] = outputs.logits.argmax(dim=1)
-
-    score = score_module(
-        _ForEvaluation(teacher, runs_here),
-        sets,
-        strategy.recipe,
-        grid,
-        through=bar,
-        record=record,
-        precision=strategy.precision,
-    )
-    if score.nonfinite:
-        raise nonfinite_outputs(f"{score.nonfinite:,} of {score.samples:,} evaluation images")
-    return score
-
-
-def nonfinite_outputs(images: str) -> UserError:
-    """The error about a teacher whose weights are finite, but not its outputs."""
-    return UserError(
-        f"distill.teacher_weights: the teacher's outputs for {images} are NaN or infinite",
-        "use --distill.teacher_precision fp32, or a different teacher; `drumline eval` tests one",
-    )
-
-
-def agreement_metric(predictions: Tensor) -> Metric:
-    """The metric that compares a model with the classes that the teacher predicts, by sample id."""
-    return Metric(
-        "agreement",
-        "fraction of samples for which the model predicts the teacher's class",
-        lambda outputs: outputs.logits.argmax(dim=1) == predictions[outputs.samples],
-        label="agreement",
-    )
-
-
-def describe_score(teachers: Sequence[LoadedTeacher], score: Score, labels: NDArray[np.int64]) -> str:
-    """The log line about a teacher's score, with a warning if it is close to chance."""
-    names = " + ".join(f"{each.name} ({each.weights})" for each in teachers)
-    line = f"teacher {names}: top-1 {score.accuracy:.2%} ({score.correct:,} of {score.samples:,})"
-    majority = np.bincount(labels).max() / len(labels)
-    if score.accuracy < majority + 0.1 * (1 - majority):
-        line += (
-            ". WARNING: hardly better than chance. Check that the weights, the classes, the image size and the "
-            "normalisation (data.size, data.mean, data.std) are those of its training"
-        )
-    return line
-
-
-class _ForEvaluation(nn.Module):
-    """A teacher as evaluation calls it. Not a parent module of it, so nothing can switch it to training mode."""
-
-    def __init__(self, teacher: Teacher, runs_here: bool) -> None:
-        super().__init__()
-        self.outputs_of, self.runs_here = teacher.outputs_of, runs_here
-
-    def forward(self, images: Tensor) -> Tensor | None:
-        outputs = self.outputs_of([tuple(images.shape)], lambda number: images) if self.runs_here else []
-        return outputs[0].logits if outputs else None
 
 
 def _without_code(name: str, path: str) -> str:
