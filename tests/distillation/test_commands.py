@@ -277,7 +277,11 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.method=hint", "distill.student_taps=stage2=fc"),
         ("stage2 (fc)", "must be N x C x H x W", "distill.student_taps"),
     ),
-    "no initial phase": (
+    "no initial phase, but its rate": (
+        (TEACHER, "distill.initial_lr=0.1"),
+        ("distill.initial_lr = 0.1", "kd has no initial phase"),
+    ),
+    "no initial phase, but its length": (
         (TEACHER, "distill.initial_epochs=3"),
         ("distill.initial_epochs = 3", "kd has no initial phase"),
     ),

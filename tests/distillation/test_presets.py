@@ -10,7 +10,14 @@ import torch
 from drumline.config.fields import from_text, recipe_fields, with_values
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.distillation.presets import is_preset, listing, preset_arguments, preset_names, published
+from drumline.distillation.presets import (
+    is_preset,
+    listing,
+    preset_arguments,
+    preset_names,
+    published,
+    published_by,
+)
 from drumline.models.registry import create_model
 
 PARAMETERS = {
@@ -31,7 +38,7 @@ PARAMETERS = {
     "shufflenet_v2": 1_355_528,
 }
 """Of the literature's CIFAR networks with 100 classes. ImageNet's vgg13 and resnet50 have others."""
-DISTILL = {"teacher", "method", "r", "a", "b", "T", "standardise", "options"}
+DISTILL = {"teacher", "method", "r", "a", "b", "T", "standardise", "options", "initial_lr"}
 ENDS = ("teacher", "alone")
 
 
@@ -106,8 +113,8 @@ SCHEDULE = [
             "cifar100/dkd/resnet56-resnet20",
             [
                 "data.source=cifar100",
-                "data.batch=64",
                 "data.augment=shift-flip",
+                "data.batch=64",
                 "model.name=resnet20",
                 "distill.teacher=resnet56",
                 "distill.method=dkd",
@@ -125,8 +132,8 @@ SCHEDULE = [
             "cifar100/kd+ls/vgg13-mobilenet_v2_half",
             [
                 "data.source=cifar100",
-                "data.batch=64",
                 "data.augment=shift-flip",
+                "data.batch=64",
                 "model.name=mobilenet_v2_half",
                 "distill.teacher=cifar/vgg13",
                 "distill.method=kd",
@@ -143,8 +150,8 @@ SCHEDULE = [
             "cifar100/alone/shufflenet_v1",
             [
                 "data.source=cifar100",
-                "data.batch=64",
                 "data.augment=shift-flip",
+                "data.batch=64",
                 "model.name=shufflenet_v1",
                 "optim.name=sgd",
                 "optim.lr=0.01",
@@ -154,8 +161,8 @@ SCHEDULE = [
         (
             "imagenet/attention/resnet34-resnet18",
             [
-                "data.batch=256",
                 "data.augment=crop-flip",
+                "data.batch=256",
                 "model.name=resnet18",
                 "distill.teacher=resnet34",
                 "distill.method=attention",
@@ -197,7 +204,7 @@ def test_complete_presets_word_for_word(name: str, words: list[str]) -> None:
         ("crd+kd", 1, 1, 0.8),
         ("reviewkd", 1, 0, 5),
         ("ofd", 1, 0, 0.001),
-        ("factor", 1, 0, 500),
+        ("factor", 1, 0, 200),
         ("nst", 1, 0, 50),
         ("kdsvd", 1, 0, 1),
         ("fsp", 1, 0, 1),
@@ -254,6 +261,59 @@ def test_weight_of_reviewkd_depends_on_the_pair(pair: str, weight: float) -> Non
 
 
 @pytest.mark.parametrize(
+    ("pair", "T", "b", "beta"),
+    [
+        ("resnet32x4-resnet8x4", 2, 9, 8),
+        ("resnet32x4-shufflenet_v2", 2, 9, 8),
+        ("wrn_40_2-wrn_16_2", 2, 12, 2),
+        ("resnet56-resnet20", 3, 18, 2),
+        ("resnet110-resnet20", 2, 15, 2),
+        ("vgg13-mobilenet_v2_half", 3, 9, 2),
+    ],
+)
+def test_dkd_with_standardisation_has_the_settings_of_its_logs(
+    pair: str, T: float, b: float, beta: float
+) -> None:
+    given = fields(f"cifar100/dkd+ls/{pair}")
+    assert [given[f"distill.{key}"] for key in ("method", "r", "a", "standardise")] == [
+        "dkd",
+        "1.0",
+        "0.0",
+        "true",
+    ]
+    assert (float(given["distill.T"]), float(given["distill.b"])) == (T, b)
+    assert given["distill.options"] == f"beta={beta:.1f},warmup=20"
+
+
+def test_reviewkd_trains_as_its_authors_train() -> None:
+    given = fields("cifar100/reviewkd/resnet32x4-resnet8x4")
+    words = ("data.batch", "optim.lr", "optim.nesterov", "optim.decay_all", "optim.milestones")
+    assert [given[key] for key in words] == ["128", "0.1", "true", "true", "151,181,211"]
+
+
+def test_figures_of_repdistiller_are_reached_by_its_variants() -> None:
+    for method in ("fsp", "factor", "abound"):
+        given = fields(f"cifar100/{method}/resnet110-resnet32")
+        assert given["distill.options"] == "variant=repdistiller"
+        assert given.get("distill.initial_lr") == ("0.01" if method == "factor" else None)
+    assert "distill.initial_lr" not in fields("cifar100/factor/vgg13-vgg8")
+    assert fields("cifar100/factor/wrn_40_2-wrn_16_2")["distill.initial_lr"] == "0.01"
+
+
+def test_mlkd_and_ctkd_have_the_schedules_of_their_authors() -> None:
+    for pair, epochs in (
+        ("resnet32x4-resnet8x4", 240),
+        ("vgg13-mobilenet_v2_half", 480),
+        ("resnet32x4-shufflenet_v2", 960),
+    ):
+        given = fields(f"cifar100/mlkd/{pair}")
+        assert (given["train.epochs"], given["optim.milestones"]) == (str(epochs), "150,180,210")
+        assert (given["distill.r"], given["distill.b"]) == ("0.2", "0.9")
+    given = fields("cifar100/ctkd/resnet56-resnet20")
+    assert [given[key] for key in ("distill.r", "distill.b", "optim.lr")] == ["0.1", "0.9", "0.05"]
+
+
+@pytest.mark.parametrize(
     ("pair", "T", "a"),
     [
         ("resnet32x4-resnet8x4", 2, 9),
@@ -286,6 +346,9 @@ def test_imagenet_has_weights_of_its_own() -> None:
     given = fields("imagenet/dist/resnet34-resnet18")
     assert (given["distill.b"], given["distill.T"]) == ("2.0", "1.0")
     assert (given["optim.nesterov"], given["optim.decay_all"]) == ("true", "false")
+    for method, batch, lr in (("kd", 512, 0.2), ("kd+ls", 512, 0.2), ("dkd", 512, 0.2), ("srd", 256, 0.1)):
+        given = fields(f"imagenet/{method}/resnet34-resnet18")
+        assert (int(given["data.batch"]), float(given["optim.lr"])) == (batch, lr)
     given = fields("imagenet/teacher/resnet34")
     assert (given["train.epochs"], given["optim.milestones"]) == ("90", "30,60")
 
@@ -294,7 +357,10 @@ def test_only_mobilenet_and_shufflenet_students_use_a_fifth_of_the_learning_rate
     for name in preset_names():
         if name.startswith("cifar100/"):
             small = name.endswith(("mobilenet_v2_half", "shufflenet_v1", "shufflenet_v2"))
-            assert fields(name)["optim.lr"] == ("0.01" if small else "0.05")
+            method = name.split("/")[1].removesuffix("+kd")
+            large = {"reviewkd": 0.1, "mlkd": 0.025}.get(method, 0.05)
+            expected = (0.01 if method == "mlkd" else large / 5) if small else large
+            assert float(fields(name)["optim.lr"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -316,6 +382,11 @@ def test_only_mobilenet_and_shufflenet_students_use_a_fifth_of_the_learning_rate
         ("cifar100/kd+ls/resnet110-resnet20", 71.48),
         ("cifar100/kd+ls/wrn_40_2-shufflenet_v1", None),
         ("cifar100/hint+kd/wrn_40_2-wrn_16_2", None),
+        ("cifar100/dkd+ls/resnet56-resnet20", 72.32),
+        ("cifar100/dkd+ls/resnet32x4-shufflenet_v2", 77.37),
+        ("cifar100/ctkd/resnet110-resnet32", 73.52),
+        ("cifar100/reviewkd/wrn_40_2-shufflenet_v1", 77.14),
+        ("imagenet/srd/resnet34-resnet18", 71.87),
         ("cifar100/teacher/resnet56", 72.34),
         ("cifar100/teacher/vgg13", 74.64),
         ("cifar100/teacher/resnet50", 79.34),
@@ -333,21 +404,41 @@ def test_published_figures(name: str, figure: float | None) -> None:
     assert published(name) == figure
 
 
+@pytest.mark.parametrize(
+    ("name", "authors"),
+    [
+        ("cifar100/hint/resnet56-resnet20", "CRD"),
+        ("cifar100/alone/resnet20", "CRD"),
+        ("cifar100/reviewkd/resnet56-resnet20", "ReviewKD"),
+        ("cifar100/ctkd/resnet56-resnet20", "logit standardisation"),
+        ("cifar100/hint+kd/resnet56-resnet20", None),
+        ("cifar100/mlkd/resnet56-resnet20", None),
+        ("cifar100/dist/resnet110-resnet20", None),
+        ("imagenet/attention/resnet34-resnet18", "attention transfer"),
+        ("imagenet/teacher/resnet34", "torchvision"),
+    ],
+)
+def test_each_figure_has_authors(name: str, authors: str | None) -> None:
+    assert published_by(name) == authors
+    assert all((published(each) is None) == (not published_by(each)) for each in preset_names())
+
+
 def test_every_figure_is_in_the_right_column() -> None:
     """A row too short or too long would show here, and so would a network with two figures of its own."""
     rows = [line.split() for line in listing().partition("\n\n")[0].splitlines()]
     pairs = [row[1] for row in rows if len(row) == 2 and "-" in row[1]]
     by_method = {row[0]: row[1:] for row in rows}
     for end, kind in enumerate(ENDS):
-        assert len(by_method[kind]) == len(pairs) == 13
-        for pair, cell in zip(pairs, by_method[kind], strict=True):
+        assert len(by_method[kind]) == len(pairs) + 1 == 14
+        for pair, cell in zip(pairs, by_method[kind][:-1], strict=True):
             assert published(f"cifar100/{kind}/{pair.split('-')[end]}") == float(cell)
     for method in {name.split("/")[1] for name in preset_names() if name.startswith("cifar100/")} - {
         "fsp",
         "kdsvd",
     }:
         if method in by_method:
-            assert len(by_method[method]) == 13
+            cells = [cell for cell in by_method[method] if not cell[0].isalpha()]
+            assert len(cells) == 13
 
 
 @pytest.mark.parametrize("method", ["fsp", "kdsvd"])

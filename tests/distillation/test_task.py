@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from drumline.config.recipe import Checkpoint, Data, Distill, Model, Recipe, Run
 from drumline.core.errors import UserError
 from drumline.distillation import task
 from drumline.distillation.objective import Distillation
-from drumline.distillation.run import distill
+from drumline.distillation.run import _phase_recipe, distill
 from drumline.distillation.selection import select_methods
 from drumline.distillation.student import StudentWithHelpers, fit_networks
 from drumline.distillation.teacher import LoadedTeacher
@@ -88,3 +89,11 @@ def test_the_weights_of_an_initial_phase_are_broadcast_to_every_rank(tmp_path: P
     given.clear()
     task._load_phases(module, student, (), other)  # type: ignore[arg-type]
     assert given == []
+
+
+def test_an_initial_phase_has_its_own_rate_and_length() -> None:
+    recipe = Recipe.from_args(["distill.method=factor", "optim.lr=0.2", "train.epochs=7"])
+    phase = _phase_recipe(recipe, "factor", 3.0)
+    assert (phase.optim.lr, phase.train.epochs, phase.run.name) == (0.2, 3.0, "initial-factor")
+    recipe = replace(recipe, distill=replace(recipe.distill, initial_lr=0.01))
+    assert _phase_recipe(recipe, "factor", 3.0).optim.lr == 0.01

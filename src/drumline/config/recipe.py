@@ -75,6 +75,8 @@ class Distill:
     `warmup`, `schedule` and `end` for its weight and, if it has one, `T_schedule` and `T_end` for its temperature."""
     initial_epochs: Annotated[AutoFloat, Range(0)] = "auto"
     """Epochs of the initial phase, for methods that have one, such as fsp. `auto`: as in the method's paper."""
+    initial_lr: Annotated[AutoFloat, Range(above=0)] = "auto"
+    """Learning rate of the initial phase. `auto`: `optim.lr`."""
     student_taps: str = ""
     """Modules to tap in a student that is not built in: `stage1=layer1,stage2=layer2`. Empty: found automatically."""
     teacher_taps: str = ""

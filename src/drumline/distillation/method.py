@@ -25,6 +25,8 @@ from drumline.parallel.world import World
 
 Taps = Mapping[str, Tensor]
 Scope = Literal["sample", "global_batch"]
+Variant = Literal["paper", "repdistiller"]
+"""Whose form of a method. The accuracies published for CIFAR-100 often come from RepDistiller's."""
 
 
 @dataclass(frozen=True)

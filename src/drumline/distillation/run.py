@@ -77,8 +77,10 @@ def _named(recipe: Recipe, world: World) -> Recipe:
 
 
 def _phase_recipe(recipe: Recipe, name: str, epochs: float) -> Recipe:
+    lr = recipe.optim.lr if recipe.distill.initial_lr == "auto" else recipe.distill.initial_lr
     return replace(
         recipe,
+        optim=replace(recipe.optim, lr=lr),
         run=replace(recipe.run, dir=str(Path(recipe.run.dir) / recipe.run.name), name=f"initial-{name}"),
         train=replace(recipe.train, epochs=epochs, steps=0, ema=0.0, patience=0, unfreeze_epoch=0.0),
         checkpoint=replace(recipe.checkpoint, best="top1"),

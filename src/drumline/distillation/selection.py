@@ -113,12 +113,14 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
             f"distill.standardise = true: {', '.join(names)} compares no logits",
             "remove it, or add kd with distill.a",
         )
-    if distill.initial_epochs != "auto" and not any(METHODS[name].initial_epochs for name in others):
-        known = [name for name, method in METHODS.items() if method.initial_epochs]
-        raise UserError(
-            f"distill.initial_epochs = {distill.initial_epochs:g}: {', '.join(names)} has no initial phase",
-            f"remove it; {', '.join(known)} have an initial phase",
-        )
+    for key in ("initial_epochs", "initial_lr"):
+        value = getattr(distill, key)
+        if value != "auto" and not any(METHODS[name].initial_epochs for name in others):
+            known = [name for name, method in METHODS.items() if method.initial_epochs]
+            raise UserError(
+                f"distill.{key} = {value:g}: {', '.join(names)} has no initial phase",
+                f"remove it; {', '.join(known)} have an initial phase",
+            )
     initial = tuple(
         (name, METHODS[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
         for name in others

@@ -207,6 +207,26 @@ def test_abound_does_not_change_the_teacher_and_is_an_initial_phase() -> None:
     assert (method.only_initial, method.initial_epochs) == (True, 30)
 
 
+def test_repdistillers_variant_of_abound_connects_only_maps_of_different_shapes() -> None:
+    student, teacher = (
+        NetworkInfo(
+            "s", {f"stage{n}{end}": shape for n, shape in enumerate(shapes, 1) for end in ("", ".pre")}, 10
+        )
+        for shapes in (((4, 8, 8), (4, 8, 8), (6, 2, 2)), ((4, 8, 8), (6, 4, 4), (7, 4, 4)))
+    )
+    method = Abound(variant="repdistiller")
+    needs = method.needs(student, teacher)
+    helper = method.helper(student, teacher)
+    assert isinstance(helper.stages[0], torch.nn.Identity)
+    assert [type(stage[0]) for stage in helper.stages[1:]] == [torch.nn.Conv2d, torch.nn.ConvTranspose2d]
+    mine, theirs = taps(student, needs.student, 3, 1), taps(teacher, needs.teacher, 3, 2)
+    helped = helper(mine, theirs)
+    assert helped["student.0"] is mine["stage1.pre"]
+    for number, name in enumerate(needs.teacher):
+        assert helped[f"target.{number}"] is theirs[name]
+        assert helped[f"student.{number}"].shape == theirs[name].shape
+
+
 def test_equal_and_zero_maps_have_finite_gradients() -> None:
     for value in (torch.zeros(2, 3, 2, 2), maps((2, 3, 2, 2), 9).float()):
         student = value.clone().requires_grad_()

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from drumline.core.errors import UserError
 from drumline.distillation.method import LossInputs, Needs, NetworkInfo
-from drumline.distillation.methods.factor import Factor, Paraphrase, Paraphraser, factor, paraphrase
+from drumline.distillation.methods.factor import (
+    Factor,
+    Paraphrase,
+    Paraphraser,
+    factor,
+    factor_energy,
+    paraphrase,
+)
 
 STUDENT = NetworkInfo("small", {"stage1": (3, 8, 8), "stage2": (5, 4, 4), "pooled": (5,)}, 10)
 TEACHER = NetworkInfo(
@@ -132,6 +139,23 @@ def test_both_phases_pool_the_teacher_in_the_same_way() -> None:
     helper = Factor().helper(STUDENT, teacher)
     helped = helper({"stage2": maps((2, 5, 4, 4), 2, torch.float32)}, tapped)
     torch.testing.assert_close(helped["teacher"], helper.paraphraser.encode(pooled))
+
+
+def test_repdistillers_variant_has_no_batchnorm_in_the_autoencoder_and_compares_mean_squares() -> None:
+    student, teacher = both()
+    first = Paraphrase(variant="repdistiller").helper(STUDENT, TEACHER)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in first.modules())
+    assert first({}, teacher)["target"] is teacher["stage3"]
+    method = Factor(variant="repdistiller")
+    second = method.helper(STUDENT, TEACHER)
+    second.load_state_dict(first.state_dict(), strict=False)
+    helped = second(student, teacher)
+    assert helped["student"].shape[2:] == (4, 4)
+    assert helped["teacher"].shape[2:] == (3, 3)
+    s, t = (nn.functional.adaptive_avg_pool2d(x, 3).square().mean(1).flatten(1) for x in helped.values())
+    s, t = s / s.norm(dim=1, keepdim=True), t / t.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(method.loss(seen(helped)), (s - t).abs().mean(1))
+    torch.testing.assert_close(factor_energy(helped["student"], helped["student"]), torch.zeros(5))
 
 
 def test_the_main_phase_loads_the_weights_of_the_initial_phase_by_name() -> None:

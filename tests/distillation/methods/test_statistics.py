@@ -270,6 +270,16 @@ def strongest(x: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
+def test_repdistillers_variant_of_fsp_averages_the_larger_map() -> None:
+    lower, upper = doubles(2, 3, 8, 8), doubles(2, 5, 4, 4)
+    expected = torch.einsum("nchw,ndhw->ncd", F.avg_pool2d(lower, 2), upper) / 16
+    torch.testing.assert_close(flow(lower, upper, "repdistiller"), expected)
+    torch.testing.assert_close(flow(upper, lower, "repdistiller"), expected.mT)
+    student = [doubles(2, 3, 8, 8), upper]
+    gap = flow(*student, "repdistiller") - expected
+    torch.testing.assert_close(fsp(student, [lower, upper], "repdistiller"), gap.square().mean((1, 2)))
+
+
 def test_fsp_compares_products_of_channels_between_consecutive_maps() -> None:
     def made(sizes: tuple[int, ...]) -> list[Tensor]:
         return [doubles(2, width, size, size) for width, size in zip((3, 3, 5, 4), sizes, strict=True)]

@@ -2,8 +2,9 @@
 
 Promises: both compare pre-activation values, stage by stage, paired from the last stage backwards. A 1x1 convolution
 and a BatchNorm bring the student to the teacher's channels; the larger of two maps is pooled to the size of the
-smaller. A sample's loss depends on no other sample. Rejects networks without pre-activation taps and, for ofd, a
-teacher whose BatchNorm before the activation is not known.
+smaller (in RepDistiller's variant of abound, a convolution brings the student to the teacher's size). A sample's loss
+depends on no other sample. Rejects networks without pre-activation taps and, for ofd, a teacher whose BatchNorm
+before the activation is not known.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from drumline.distillation.method import (
     NetworkInfo,
     Pair,
     Taps,
+    Variant,
     Weights,
     at_common_size,
+    convolution_to,
     needs_of,
 )
 
@@ -126,12 +129,16 @@ class Abound(Method):
 
     margin: Annotated[float, Range(above=0)] = 1.0
     """How far beyond the boundary the student must be."""
+    variant: Variant = "paper"
+    """`paper`: a 1x1 convolution and a BatchNorm for each stage. `repdistiller`: none where the maps of both networks
+    have equal shapes, and elsewhere a convolution that also brings the student's map to the teacher's size."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return needs_of(_pairs(self.name, student, teacher))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        return Connectors(student, teacher, _pairs(self.name, student, teacher))
+        pairs = _pairs(self.name, student, teacher)
+        return Connectors(student, teacher, pairs, fits_size=self.variant == "repdistiller")
 
     def loss(self, inputs: LossInputs) -> Tensor:
         losses = [
@@ -144,8 +151,10 @@ class Connectors(nn.Module):
     """Brings the stages of both networks to one shape: `student.0` to `student.L-1` and `target.0` to `target.L-1`.
 
     Student: pooled if it is larger, 1x1 convolution, BatchNorm. Target: the teacher's map, pooled if it is larger,
-    then clamped from below to the channel's margin if there are margins. Margins are parameters without gradient, not
-    buffers: buffers are averaged over the processes after each step, and a mean of equal numbers may round.
+    then clamped from below to the channel's margin if there are margins. With `fits_size`, the student's map is not
+    pooled but convolved to the teacher's shape, and passes unchanged if it has that shape. Margins are parameters
+    without gradient, not buffers: buffers are averaged over the processes after each step, and a mean of equal
+    numbers may round.
     """
 
     def __init__(
@@ -154,13 +163,22 @@ class Connectors(nn.Module):
         teacher: NetworkInfo,
         pairs: list[Pair],
         margins: list[Tensor] | None = None,
+        fits_size: bool = False,
     ) -> None:
         super().__init__()
         self.pairs = pairs
+        shapes = [(student.shapes[s], teacher.shapes[t]) for s, t in pairs]
+        fitting = [convolution_to(mine, theirs) if fits_size else None for mine, theirs in shapes]
         self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(student.shapes[s][0], width, 1, bias=False), nn.BatchNorm2d(width))
-            for s, width in ((s, teacher.shapes[t][0]) for s, t in pairs)
+            nn.Identity()
+            if fits_size and mine == theirs
+            else nn.Sequential(
+                convolution or nn.Conv2d(mine[0], theirs[0], 1, bias=False), nn.BatchNorm2d(theirs[0])
+            )
+            for (mine, theirs), convolution in zip(shapes, fitting, strict=True)
         )
+        self.pooled = [convolution is None for convolution in fitting]
+        """Whether the larger of the two maps is pooled, by stage."""
         self.margins = nn.ParameterList(
             nn.Parameter(margin.clone(), requires_grad=False) for margin in margins or []
         )
@@ -169,7 +187,9 @@ class Connectors(nn.Module):
         """Both networks, stage by stage."""
         found: dict[str, Tensor] = {}
         for i, (connector, (s, t)) in enumerate(zip(self.stages, self.pairs, strict=True)):
-            mine, target = at_common_size(student[s], teacher[t])
+            mine, target = student[s], teacher[t]
+            if self.pooled[i]:
+                mine, target = at_common_size(mine, target)
             found[f"student.{i}"] = connector(mine)
             if len(self.margins):
                 target = torch.maximum(target, self.margins[i][:, None, None])

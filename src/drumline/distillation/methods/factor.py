@@ -3,7 +3,8 @@
 Promises: an initial phase (`Paraphrase`) trains an autoencoder of the teacher's last map. `Factor` freezes it and
 trains a translator that computes the same factors from the student's last map. Both helpers name the autoencoder
 `paraphraser`, so its weights carry over by name; once frozen, it stays in eval mode. In both phases, the larger of
-two maps is pooled to the size of the smaller before it is encoded. Rejects networks without stages.
+two maps is pooled to the size of the smaller: before it is encoded or, in RepDistiller's variant, after. Rejects
+networks without stages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from drumline.distillation.method import (
     Needs,
     NetworkInfo,
     Taps,
+    Variant,
     Weights,
+    at_common_size,
     common_grid,
     last_stage,
     unit,
@@ -36,6 +39,12 @@ def factor(student: Tensor, teacher: Tensor) -> Tensor:
     with the L2 norm over all factors of a sample. Factors of zero stay zero and get no gradient.
     """
     return (unit(student.flatten(1)) - unit(teacher.flatten(1))).abs().mean(1)
+
+
+def factor_energy(student: Tensor, teacher: Tensor) -> Tensor:
+    """RepDistiller's form of `factor`, (n,): of the mean over k of the squares, H x W, at the smaller size."""
+    student, teacher = at_common_size(student, teacher)
+    return factor(student.square().mean(1), teacher.square().mean(1))
 
 
 def paraphrase(reconstruction: Tensor, target: Tensor) -> Tensor:
@@ -54,23 +63,30 @@ class Paraphrase(Method):
 
     k: Annotated[float, Range(above=0, most=64)] = 0.5
     """Channels of the factors, as a multiple of the channels of the teacher's last map."""
+    variant: Variant = "paper"
+    """`paper`: the authors' form. `repdistiller`: the mean square of the factors at each position is compared, with
+    weight 200, and the autoencoder has no BatchNorm."""
 
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         return Needs(teacher=(_last(teacher),))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        return _Reconstruct(_last(teacher), _grid(student, teacher), _paraphraser(teacher, self.k))
+        _, grid = _grids(student, teacher, self.variant)
+        return _Reconstruct(_last(teacher), grid, self._paraphraser(teacher))
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return paraphrase(inputs.helper_outputs["reconstruction"], inputs.helper_outputs["target"])
+
+    def _paraphraser(self, teacher: NetworkInfo) -> Paraphraser:
+        channels = teacher.shapes[_last(teacher)][0]
+        return Paraphraser(channels, max(1, round(self.k * channels)), norm=self.variant == "paper")
 
 
 @dataclass(frozen=True)
 class Factor(Paraphrase):
     """Factor transfer (Kim et al., 2018): a compressed form of the last map.
 
-    With p = 1, the authors' loss and their weight of 500. RepDistiller normalises differently and uses a weight of
-    200; the figures published for CIFAR-100 use that variant.
+    With p = 1, the authors' loss and their weight of 500.
     """
 
     weights: ClassVar[Weights] = Weights(b=500.0)
@@ -84,26 +100,27 @@ class Factor(Paraphrase):
         return Needs((_last(student),), (_last(teacher),))
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module:
-        paraphraser = _paraphraser(teacher, self.k)
+        paraphraser = self._paraphraser(teacher)
         translator = encoder(student.shapes[_last(student)][0], paraphraser.width)
         taps = (_last(student), _last(teacher))
-        return _Translate(taps, _grid(student, teacher), paraphraser, translator)
+        return _Translate(taps, _grids(student, teacher, self.variant), paraphraser, translator)
 
     def loss(self, inputs: LossInputs) -> Tensor:
-        return factor(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"])
+        compare = factor if self.variant == "paper" else factor_energy
+        return compare(inputs.helper_outputs["student"], inputs.helper_outputs["teacher"])
 
 
 class Paraphraser(nn.Module):
     """Three convolutions to `width` channels, and three transposed ones back."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, norm: bool = True) -> None:
         super().__init__()
         self.width = width
-        self.encode = encoder(channels, width)
+        self.encode = encoder(channels, width, norm)
         self.decode = nn.Sequential(
-            *_layer(nn.ConvTranspose2d(width, width, 3, padding=1, bias=False)),
-            *_layer(nn.ConvTranspose2d(width, channels, 3, padding=1, bias=False)),
-            *_layer(nn.ConvTranspose2d(channels, channels, 3, padding=1, bias=False)),
+            *_layer(nn.ConvTranspose2d(width, width, 3, padding=1, bias=not norm), norm),
+            *_layer(nn.ConvTranspose2d(width, channels, 3, padding=1, bias=not norm), norm),
+            *_layer(nn.ConvTranspose2d(channels, channels, 3, padding=1, bias=not norm), norm),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,12 +129,12 @@ class Paraphraser(nn.Module):
         return rebuilt
 
 
-def encoder(channels: int, width: int) -> nn.Sequential:
-    """Three 3x3 convolutions, each with BatchNorm and LeakyReLU(0.1): channels, then twice `width`."""
+def encoder(channels: int, width: int, norm: bool = True) -> nn.Sequential:
+    """Three 3x3 convolutions, each with BatchNorm (or a bias) and LeakyReLU(0.1): channels, then twice `width`."""
     return nn.Sequential(
-        *_layer(nn.Conv2d(channels, channels, 3, padding=1, bias=False)),
-        *_layer(nn.Conv2d(channels, width, 3, padding=1, bias=False)),
-        *_layer(nn.Conv2d(width, width, 3, padding=1, bias=False)),
+        *_layer(nn.Conv2d(channels, channels, 3, padding=1, bias=not norm), norm),
+        *_layer(nn.Conv2d(channels, width, 3, padding=1, bias=not norm), norm),
+        *_layer(nn.Conv2d(width, width, 3, padding=1, bias=not norm), norm),
     )
 
 
@@ -136,12 +153,12 @@ class _Translate(nn.Module):
     def __init__(
         self,
         taps: tuple[str, str],
-        grid: tuple[int, int],
+        grids: tuple[tuple[int, int], tuple[int, int]],
         paraphraser: Paraphraser,
         translator: nn.Sequential,
     ) -> None:
         super().__init__()
-        self.taps, self.grid = taps, grid
+        self.taps, self.grids = taps, grids
         self.paraphraser = paraphraser.requires_grad_(False).eval()
         self.translator = translator
 
@@ -153,24 +170,26 @@ class _Translate(nn.Module):
     def forward(self, student: Taps, teacher: Taps) -> dict[str, Tensor]:
         mine, theirs = self.taps
         return {
-            "student": self.translator(pool_to(student[mine], self.grid)),
-            "teacher": self.paraphraser.encode(pool_to(teacher[theirs], self.grid)),
+            "student": self.translator(pool_to(student[mine], self.grids[0])),
+            "teacher": self.paraphraser.encode(pool_to(teacher[theirs], self.grids[1])),
         }
 
 
-def _layer(convolution: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, ...]:
-    return convolution, nn.BatchNorm2d(convolution.out_channels), nn.LeakyReLU(0.1)
-
-
-def _paraphraser(teacher: NetworkInfo, k: float) -> Paraphraser:
-    channels = teacher.shapes[_last(teacher)][0]
-    return Paraphraser(channels, max(1, round(k * channels)))
+def _layer(convolution: nn.Conv2d | nn.ConvTranspose2d, norm: bool) -> tuple[nn.Module, ...]:
+    norms = [nn.BatchNorm2d(convolution.out_channels)] if norm else []
+    return convolution, *norms, nn.LeakyReLU(0.1)
 
 
 def _last(network: NetworkInfo) -> str:
     return last_stage("factor", network)
 
 
-def _grid(student: NetworkInfo, teacher: NetworkInfo) -> tuple[int, int]:
-    """From the probed shapes, because the initial phase does not read the student's map."""
-    return common_grid(student.shapes[_last(student)], teacher.shapes[_last(teacher)])
+def _grids(
+    student: NetworkInfo, teacher: NetworkInfo, variant: Variant
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The sizes at which the maps of student and teacher are encoded. From the probed shapes, because the initial
+    phase does not read the student's map."""
+    mine, theirs = student.shapes[_last(student)], teacher.shapes[_last(teacher)]
+    if variant == "paper":
+        return common_grid(mine, theirs), common_grid(mine, theirs)
+    return (mine[1], mine[2]), (theirs[1], theirs[2])

@@ -24,6 +24,7 @@ from drumline.distillation.method import (
     Needs,
     NetworkInfo,
     Pair,
+    Variant,
     Weights,
     at_common_size,
     common_grid,
@@ -91,20 +92,22 @@ def singular_vectors(x: Tensor, count: int) -> Tensor:
     return found
 
 
-def flow(lower: Tensor, upper: Tensor) -> Tensor:
+def flow(lower: Tensor, upper: Tensor, variant: Variant = "paper") -> Tensor:
     """(n, C, D): G = X Yᵀ/(h·w), the products of two maps' channels, averaged over positions; the FSP matrix.
 
     The larger map is max-pooled to the size of the smaller, as in the paper, or averaged if the sizes do not divide.
+    RepDistiller always averages.
     """
     grid = common_grid(lower.shape, upper.shape)
-    x, y = _strongest(lower, grid).flatten(2), _strongest(upper, grid).flatten(2)
+    pool = _strongest if variant == "paper" else pool_to
+    x, y = pool(lower, grid).flatten(2), pool(upper, grid).flatten(2)
     return x @ y.mT / x.shape[2]
 
 
-def fsp(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+def fsp(student: list[Tensor], teacher: list[Tensor], variant: Variant = "paper") -> Tensor:
     """(n,): Σ over consecutive maps of the mean squared difference of `flow` between student and teacher."""
     losses = [
-        (flow(*mine) - flow(*theirs)).square().mean((1, 2))
+        (flow(*mine, variant) - flow(*theirs, variant)).square().mean((1, 2))
         for mine, theirs in zip(pairwise(student), pairwise(teacher), strict=True)
     ]
     return sum_of(losses)
@@ -156,6 +159,9 @@ class Fsp(Method):
     initial_epochs: ClassVar[float] = 30.0
     only_initial: ClassVar[bool] = True
 
+    variant: Variant = "paper"
+    """`paper` pools the larger of two maps by its maximum, `repdistiller` by its mean."""
+
     def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
         """The stem and all common stages. Rejects networks whose channels differ there."""
         pairs = require_pairs(self.name, student, teacher)
@@ -169,7 +175,7 @@ class Fsp(Method):
         mine, theirs = _maps(inputs)
         if "stem" in inputs.taps and "stem" in inputs.teacher_taps:
             mine, theirs = [inputs.taps["stem"], *mine], [inputs.teacher_taps["stem"], *theirs]
-        return fsp(mine, theirs)
+        return fsp(mine, theirs, self.variant)
 
 
 _ITERATIONS = 25
