@@ -205,7 +205,7 @@ def test_aliases_and_capitals_mean_a_known_method() -> None:
     assert found.methods[1].schedule.warmup == 3
     assert not METHODS.keys() & METHOD_ALIASES.keys()
     assert METHODS.keys() >= set(METHOD_ALIASES.values())
-    assert "names a method twice" in rejected("sp", "similarity")
+    assert "names similarity twice" in rejected("sp", "similarity")
 
 
 def test_a_name_similar_to_none_lists_all_methods() -> None:
@@ -215,7 +215,7 @@ def test_a_name_similar_to_none_lists_all_methods() -> None:
 
 def test_no_method_and_a_repeated_method_are_rejected() -> None:
     assert "distill.method is empty" in rejected()
-    assert "names a method twice" in rejected("crd", "crd")
+    assert "names crd twice" in rejected("crd", "crd")
 
 
 @pytest.mark.parametrize("sign", [":", "="])

@@ -236,6 +236,9 @@ class _DryRun:
         from drumline.training.model import initial_model
 
         distill, sets = self.recipe.distill, self._sets
+        if self._is_untrusted(distill.method, "distill.method"):
+            methods = ", ".join(distill.method)
+            return [f"method: {methods}; not imported, because that would run its code; --trust allows it"]
         selection = select_methods(distill)
         names = check_teachers(distill)
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))

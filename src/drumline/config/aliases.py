@@ -21,4 +21,6 @@ METHOD_ALIASES = {
 def method_name(name: str) -> str:
     """The name that the recipe records: aliases are resolved, and capitals do not matter, except in the user's own
     code (`package.module:Class`)."""
-    return name if names_code(name) else METHOD_ALIASES.get(name.lower(), name.lower())
+    if names_code(name) or "." in name:
+        return name
+    return METHOD_ALIASES.get(name.lower(), name.lower())

@@ -184,7 +184,7 @@ def describe(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 EVALUATED = ("data.source", "model.name")
-CODE_FIELDS = (*EVALUATED, "data.transform", "optim.name", "train.loss", "distill.teacher")
+CODE_FIELDS = (*EVALUATED, "data.transform", "optim.name", "train.loss", "distill.teacher", "distill.method")
 """The fields that may name the user's own code: those whose code an evaluation runs, and the others."""
 
 

@@ -56,8 +56,8 @@ class Distill:
     teacher_weights: Annotated[tuple[str, ...], PerMachine(path=True)] = ()
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)
-    """Distillation methods, such as `kd`, `dkd`, `crd` or `reviewkd`; several as `crd,rkd`. docs/distillation.md
-    describes all of them. kd can be added to any method with its weight `a`."""
+    """Distillation methods, such as `kd`, `dkd`, `crd` or `reviewkd`, or your own as `package.module:Class`; several
+    as `crd,rkd`. docs/distillation.md describes all of them. kd can be added to any method with its weight `a`."""
     r: Annotated[AutoFloat, Range(0)] = "auto"
     """Weight of the cross-entropy with the labels. `auto`: as in the method's paper."""
     a: Annotated[AutoFloat, Range(0)] = "auto"

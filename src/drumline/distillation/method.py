@@ -10,8 +10,9 @@ networks that lack a tap or have too few stages.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -140,14 +141,14 @@ class Memory(Protocol):
 
 
 class Method:
-    """One way to learn from a teacher. Subclasses are frozen dataclasses. Their fields are the method's options
+    """One way to learn from a teacher. Subclasses with options are frozen dataclasses. Their fields are the options
     (`--distill.options NAME:VALUE`), with the paper's values as defaults and limits beside the types."""
 
     name: ClassVar[str]
-    """Its name in recipes and messages."""
+    """Its name in the loss, in options and messages. If none is given, that of the class."""
     reads: ClassVar[str] = "logits"
-    """What it reads of both networks, as docs/distillation.md shows it. For `logits`, `pooled`, `last stage` and
-    `stages`, `needs` follows from it; other methods override `needs`."""
+    """What it reads of both networks, separated by commas: `logits`, taps such as `pooled` or `stage2`, `last stage`,
+    and `stages` for all pairs of stages. A method that overrides `needs` describes here what it reads."""
     weights: ClassVar[Weights] = Weights()
     """The weights of the paper."""
     standardised: ClassVar[Weights | None] = None
@@ -170,9 +171,13 @@ class Method:
     warmup: ClassVar[float] = 0.0
     """The warm-up of its weight in the paper, in epochs. Every method takes the options of `TermSchedule`."""
 
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
     def __post_init__(self) -> None:
         """Raises a `UserError` if an option is outside its limits, or is not a finite number."""
-        for name, option in fields_of(type(self)).items():
+        for name, option in options_of(type(self)).items():
             check_option(self.name, option, getattr(self, name))
 
     @property
@@ -189,13 +194,15 @@ class Method:
         """The taps that it reads. Raises a `UserError` with the reason if the two networks do not fit the method."""
         if self.reads_logits:
             require_same_classes(self.name, student, teacher)
-        taps = self.reads.removesuffix("logits").rstrip(", ")
-        if not taps:
-            return Needs()
-        if taps == "stages":
-            return needs_of(require_pairs(self.name, student, teacher))
-        tap_of = {"pooled": pooled_tap, "last stage": last_stage}[taps]
-        return Needs((tap_of(self.name, student),), (tap_of(self.name, teacher),))
+        pairs: list[Pair] = []
+        for each in map(str.strip, self.reads.split(",")):
+            if each == "stages":
+                pairs += require_pairs(self.name, student, teacher)
+            elif each == "last stage":
+                pairs.append((last_stage(self.name, student), last_stage(self.name, teacher)))
+            elif each != "logits":
+                pairs.append((require_tap(self.name, student, each), require_tap(self.name, teacher, each)))
+        return needs_of(pairs)
 
     def helper(self, student: NetworkInfo, teacher: NetworkInfo) -> nn.Module | None:
         """The module that it trains beside the student, or None. `helper(student_taps, teacher_taps)` returns a dict
@@ -209,6 +216,18 @@ class Method:
     def loss(self, inputs: LossInputs) -> Tensor:
         """(n,) losses for scope `sample`, one number for scope `global_batch`."""
         raise NotImplementedError
+
+
+def options_of(kind: type[Method]) -> Mapping[str, Field]:
+    """The options of a method by name, without those of its schedule."""
+    return fields_of(kind) if is_dataclass(kind) else {}
+
+
+def with_temperature(method: Method, T: Tensor) -> Method:
+    """A copy of the method whose temperature is a tensor, which a schedule fills."""
+    changed = copy.copy(method)
+    object.__setattr__(changed, "T", T)
+    return changed
 
 
 def check_option(method: str, option: Field, value: Any) -> None:
@@ -265,11 +284,6 @@ def require_tap(method: str, network: NetworkInfo, tap: str) -> str:
 def last_stage(method: str, network: NetworkInfo) -> str:
     """The deepest stage; raises a `UserError` if there is none."""
     return require_tap(method, network, network.stages[-1] if network.stages else "stage1")
-
-
-def pooled_tap(method: str, network: NetworkInfo) -> str:
-    """The pooled vector; raises a `UserError` if there is none."""
-    return require_tap(method, network, "pooled")
 
 
 def require_same_classes(method: str, student: NetworkInfo, teacher: NetworkInfo) -> None:

@@ -13,7 +13,6 @@ The loss must be a deterministic function of the rows.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 from drumline.core.errors import UserError
 from drumline.core.precision import FP32, autocast
 from drumline.data.feed.batch import Batch
-from drumline.distillation.method import LossInputs, Memory, Method, Needs
+from drumline.distillation.method import LossInputs, Memory, Method, Needs, with_temperature
 from drumline.distillation.methods.logits import standardised
+from drumline.distillation.own_method import check_loss, own_code
 from drumline.distillation.schedules import CONSTANT, TermSchedule
 from drumline.distillation.student import StudentOutput
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
@@ -210,13 +210,13 @@ class Distillation(Objective):
             memory=term.memory,
             epoch=self._epoch,
         )
-        if term.method.scope == "global_batch":
-            loss = self.global_batch.loss(inputs, term.method.loss)
-            assert loss.ndim == 0, (term.name, loss.shape)
-            return loss * len(batch.labels)
-        losses = term.method.loss(inputs)
-        assert losses.shape == batch.labels.shape, (term.name, losses.shape)
-        return losses.sum()
+        with own_code(type(term.method), "its loss"):
+            if term.method.scope == "global_batch":
+                loss = check_loss(
+                    term.method, self.global_batch.loss(inputs, term.method.loss), len(batch.labels)
+                )
+                return loss * len(batch.labels)
+            return check_loss(term.method, term.method.loss(inputs), len(batch.labels)).sum()
 
 
 class _Changing:
@@ -228,10 +228,8 @@ class _Changing:
         self._values: tuple[float, float] | None = None
         self._start, self._temperature = 0.0, torch.ones((), device=device)
         if term.schedule.T_schedule != "constant":
-            method: Any = copy.copy(term.method)
-            self._start = method.T
-            object.__setattr__(method, "T", self._temperature)
-            term = replace(term, method=method)
+            self._start = term.method.T  # type: ignore[attr-defined]
+            term = replace(term, method=with_temperature(term.method, self._temperature))
         self.term = term
 
     def at(self, step: int, per_epoch: int, total: int) -> None:

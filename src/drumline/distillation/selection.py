@@ -8,16 +8,16 @@ methods that do not work with the layout or with other fields.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from drumline.config.aliases import method_name
 from drumline.config.fields import Field, WrongValue, fields_of, from_text
 from drumline.config.layouts import layout_named
 from drumline.config.recipe import Distill, Recipe
+from drumline.config.sources import names_code
 from drumline.core.errors import UserError
-from drumline.distillation.method import Method, Weights, check_option
-from drumline.distillation.methods import METHODS
+from drumline.distillation.method import Method, Weights, check_option, options_of
+from drumline.distillation.methods import METHODS, method_class
 from drumline.distillation.schedules import CONSTANT, TermSchedule
 
 
@@ -82,25 +82,28 @@ def temperature(method: Method) -> float | None:
 
 def select_methods(distill: Distill, phase: str = "") -> Selection:
     """The methods of the main phase, or of the initial phase of a method, with every number filled in."""
+    kinds = _kinds(distill)
     if phase:
-        return _select_initial(distill, phase)
-    names = _names(distill)
-    others = [name for name in names if name != "kd"]
-    first = METHODS[others[0] if others else "kd"]
+        return _select_initial(distill, phase, kinds)
+    others = [name for name in kinds if name != "kd"]
+    first = kinds[others[0] if others else "kd"]
     paper = _paper(first, distill.standardise)
     r, a = paper.r, paper.a
-    if others and "kd" in names:
+    if others and "kd" in kinds:
         a = _paper(METHODS["kd"], True).a if distill.standardise else 1.0
     r, a = (found if wanted == "auto" else wanted for wanted, found in ((distill.r, r), (distill.a, a)))
-    options = _options(distill.options, names, added=("kd",) if a and "kd" not in names else ())
-    built = {name: _build(METHODS[name], _temperature(name, distill) | options[name]) for name in options}
-    schedules = {name: _schedule(distill, name, options[name]) for name in options}
-    weights = _weights(distill, others)
+    named = list(kinds)
+    if a:
+        kinds.setdefault("kd", METHODS["kd"])
+    options = _options(distill.options, kinds, named)
+    built = {name: _build(kind, _temperature(kind, distill) | options[name]) for name, kind in kinds.items()}
+    schedules = {name: _schedule(distill, kind, options[name]) for name, kind in kinds.items()}
+    weights = _weights(distill, kinds)
     methods = [WeightedMethod("kd", built["kd"], a, schedules["kd"])] if a else []
     methods += [
         WeightedMethod(name, built[name], weight, schedules[name])
         for name, weight in zip(others, weights, strict=True)
-        if weight and not METHODS[name].only_initial
+        if weight and not kinds[name].only_initial
     ]
     if not r and not methods:
         raise UserError(
@@ -110,21 +113,21 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
     on_logits = [each for each in methods if each.method.on_logits]
     if distill.standardise and not on_logits:
         raise UserError(
-            f"distill.standardise = true: {', '.join(names)} compares no logits",
+            f"distill.standardise = true: {', '.join(named)} compares no logits",
             "remove it, or add kd with distill.a",
         )
     for key in ("initial_epochs", "initial_lr"):
         value = getattr(distill, key)
-        if value != "auto" and not any(METHODS[name].initial_epochs for name in others):
+        if value != "auto" and not any(kinds[name].initial_epochs for name in others):
             known = [name for name, method in METHODS.items() if method.initial_epochs]
             raise UserError(
-                f"distill.{key} = {value:g}: {', '.join(names)} has no initial phase",
+                f"distill.{key} = {value:g}: {', '.join(named)} has no initial phase",
                 f"remove it; {', '.join(known)} have an initial phase",
             )
     initial = tuple(
-        (name, METHODS[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
+        (name, kinds[name].initial_epochs if distill.initial_epochs == "auto" else distill.initial_epochs)
         for name in others
-        if METHODS[name].initial_epochs
+        if kinds[name].initial_epochs
     )
     standardised = tuple(each.name for each in on_logits) if distill.standardise else ()
     T = next((T for each in on_logits or methods if (T := temperature(each.method)) is not None), 1.0)
@@ -177,40 +180,42 @@ def check_selection(selection: Selection, recipe: Recipe) -> None:
         )
 
 
-def _select_initial(distill: Distill, name: str) -> Selection:
+def _select_initial(distill: Distill, name: str, kinds: dict[str, type[Method]]) -> Selection:
     """The initial phase of a method, whose only term is the loss of `initial_method`. `b` is its weight if the method
     takes no part in the main phase."""
-    kind = METHODS[name].initial_method()
-    options = _options(distill.options, _names(distill))[name]
+    kind = kinds[name].initial_method()
+    options = _options(distill.options, kinds, list(kinds))[name]
     weight = kind.weights.b
-    if METHODS[name].only_initial and distill.b:
-        others = [other for other in _names(distill) if other != "kd"]
-        weight = _weights(distill, others)[others.index(name)]
+    if kinds[name].only_initial and distill.b:
+        others = [other for other in kinds if other != "kd"]
+        weight = _weights(distill, kinds)[others.index(name)]
     # Otherwise the schedule is that of the main phase.
-    schedule = _schedule(distill, name, options) if METHODS[name].only_initial else CONSTANT
+    schedule = _schedule(distill, kinds[name], options) if kinds[name].only_initial else CONSTANT
     method = WeightedMethod(name, _build(kind, options), weight, schedule)
     return Selection(0.0, (method,), phase=name)
 
 
-def _names(distill: Distill) -> list[str]:
+def _kinds(distill: Distill) -> dict[str, type[Method]]:
+    """The classes of the methods that the recipe names, in order, by the names that they have in the loss."""
     if not distill.method:
         raise UserError("distill.method is empty", f"give one of: {', '.join(METHODS)}")
-    names = [method_name(name) for name in distill.method]
-    for name in names:
-        if name not in METHODS:
-            near = get_close_matches(name, METHODS, n=1)
+    found: dict[str, type[Method]] = {}
+    for text in distill.method:
+        kind = method_class(text)
+        name = kind.name if names_code(text) else method_name(text)
+        if name in found:
             raise UserError(
-                f"distill.method = {name}: unknown method",
-                f"did you mean {near[0]}?" if near else f"use one of: {', '.join(METHODS)}",
+                f"distill.method = {','.join(distill.method)} names {name} twice", "name each method once"
             )
-    if len(set(names)) < len(names):
-        raise UserError(f"distill.method = {','.join(names)} names a method twice", "name each method once")
-    return names
+        found[name] = kind
+    return found
 
 
-def _weights(distill: Distill, others: list[str]) -> list[float]:
+def _weights(distill: Distill, kinds: dict[str, type[Method]]) -> list[float]:
+    """The weight of each method except kd, in order."""
+    others = [name for name in kinds if name != "kd"]
     if not distill.b:
-        return [_paper(METHODS[name], distill.standardise).b for name in others]
+        return [_paper(kinds[name], distill.standardise).b for name in others]
     if len(distill.b) != len(others):
         names = ", ".join(others) or "none (kd is weighted by distill.a)"
         raise UserError(
@@ -222,28 +227,30 @@ def _weights(distill: Distill, others: list[str]) -> list[float]:
 
 
 def _options(
-    texts: tuple[str, ...], names: list[str], added: tuple[str, ...] = ()
+    texts: tuple[str, ...], kinds: dict[str, type[Method]], named: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """The options of every method, parsed by the types of its fields. Those of `added` methods need their name."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in (*names, *added)}
+    """The options of every method, parsed by the types of its fields. Those of a method that is not `named` in the
+    recipe need its name."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    fields = {name: _option_fields(kind) for name, kind in kinds.items()}
     for text in texts:
         key, _, value = text.partition(min(":=", key=lambda sign: text.find(sign) % (len(text) + 1)))
         owner, _, option = key.rpartition(".")
-        candidates = [name for name in found if name == method_name(owner)] if owner else names
-        owners = [name for name in candidates if option in _option_fields(name)]
+        candidates = [name for name in found if name in (owner, method_name(owner))] if owner else named
+        owners = [name for name in candidates if option in fields[name]]
         if not owners:
-            known = ", ".join(f"{name}.{option}" for name in found for option in _option_fields(name))
+            known = ", ".join(f"{name}.{option}" for name in found for option in fields[name])
             raise UserError(
-                f"distill.options: {text}: distill.method = {','.join(names)} has no option {key!r}",
+                f"distill.options: {text}: distill.method = {','.join(named)} has no option {key!r}",
                 f"use one of: {known}",
             )
         if len(owners) > 1 and option == "warmup":  # that of the method whose paper has one
-            owners = [name for name in owners if METHODS[name].warmup] or owners
+            owners = [name for name in owners if kinds[name].warmup] or owners
         if len(owners) > 1:
             raise UserError(
                 f"distill.options: {text}: {' and '.join(owners)} both have it", f"write {owners[0]}.{text}"
             )
-        field = _option_fields(owners[0])[option]
+        field = fields[owners[0]][option]
         try:
             found[owners[0]][option] = from_text(field.hint, [value])
         except WrongValue:
@@ -255,18 +262,18 @@ def _options(
     return found
 
 
-def _option_fields(name: str) -> dict[str, Field]:
+def _option_fields(kind: type[Method]) -> dict[str, Field]:
     """A method's options, and those of its schedule."""
-    own, schedule = fields_of(METHODS[name]), fields_of(TermSchedule)
+    own, schedule = options_of(kind), fields_of(TermSchedule)
     changing = {key: field for key, field in schedule.items() if "T" in own or not key.startswith("T_")}
     return {**own, **changing}
 
 
-def _schedule(distill: Distill, name: str, options: dict[str, Any]) -> TermSchedule:
+def _schedule(distill: Distill, kind: type[Method], options: dict[str, Any]) -> TermSchedule:
     """The schedule of a method: its options, or the warm-up of its paper."""
     known = fields_of(TermSchedule)
     given = {key: value for key, value in options.items() if key in known}
-    schedule = TermSchedule(**{"warmup": METHODS[name].warmup, **given})
+    schedule = TermSchedule(**{"warmup": kind.warmup, **given})
     averaged = distill.ensemble == "probabilities" and len(distill.teacher_weights) > 1
     if schedule.T_schedule != "constant" and averaged:
         raise UserError(
@@ -282,12 +289,14 @@ def _paper(kind: type[Method], standardise: bool) -> Weights:
     return kind.weights if kind.standardised is None or not standardise else kind.standardised
 
 
-def _temperature(name: str, distill: Distill) -> dict[str, float]:
-    """The recipe's temperature, or else the paper's."""
-    return {"T": _paper(METHODS[name], distill.standardise).T if distill.T == "auto" else distill.T}
+def _temperature(kind: type[Method], distill: Distill) -> dict[str, float]:
+    """The recipe's temperature, or else that for standardised logits. Empty: the method's own."""
+    if distill.T != "auto":
+        return {"T": distill.T}
+    return {"T": kind.standardised.T} if distill.standardise and kind.standardised else {}
 
 
 def _build(kind: type[Method], numbers: dict[str, Any]) -> Method:
     """The method with those of the numbers that it has."""
-    known = fields_of(kind)
+    known = options_of(kind)
     return kind(**{key: value for key, value in numbers.items() if key in known})

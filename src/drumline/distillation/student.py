@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
-from drumline.distillation.method import Method, Needs, NetworkInfo, Taps, stages_among
+from drumline.distillation.method import Method, Needs, NetworkInfo, Taps, require_tap, stages_among
+from drumline.distillation.own_method import own_code, title_of
 from drumline.distillation.selection import Selection
 from drumline.distillation.teacher import LoadedTeacher
 from drumline.models.base import Output, VisionModel
@@ -129,10 +130,17 @@ class FittedNetworks:
     def with_helpers(self, seed: int, runs_student: bool = True) -> StudentWithHelpers:
         """Student and helpers, on the student's device. The helpers' initial weights depend on the seed alone."""
         torch.manual_seed(seed ^ _HELPER_SEED)
-        built = {
-            name: method.helper(self.student_info, self.teacher_info) for name, method in self.methods.items()
-        }
-        helpers = {name: helper for name, helper in built.items() if helper is not None}
+        helpers = {}
+        for name, method in self.methods.items():
+            with own_code(type(method), "building its helper"):
+                helper = method.helper(self.student_info, self.teacher_info)
+            if not isinstance(helper, nn.Module | None):
+                raise UserError(
+                    f"{title_of(method)}: helper returned a {type(helper).__name__}",
+                    "return an nn.Module or None",
+                )
+            if helper is not None:
+                helpers[name] = helper
         classes = self.student_info.classes
         module = StudentWithHelpers(
             self.student, helpers, self.needs, self.reading_teacher, runs_student, classes
@@ -145,7 +153,7 @@ def fit_networks(
 ) -> FittedNetworks:
     """Finds the taps that the methods need. Raises a `UserError` if a network does not fit a method."""
     methods = {term.name: term.method for term in selection.methods}
-    wants_taps = any(not method.on_logits for method in methods.values())
+    wants_taps = any(method.reads != "logits" for method in methods.values())
     tapped, first = student, teachers[0]
     example = torch.zeros((1, 3, size, size))
     for key in ("student_taps", "teacher_taps"):
@@ -159,7 +167,7 @@ def fit_networks(
         first = replace(first, module=module)
     student_info = network_info(tapped, recipe.model.name, example)
     teacher_info = network_info(first.module, first.name, example)
-    needs = {name: method.needs(student_info, teacher_info) for name, method in methods.items()}
+    needs = {name: _needs(method, student_info, teacher_info) for name, method in methods.items()}
     if len(teachers) > 1 and any(need.teacher for need in needs.values()):
         names = ", ".join(name for name, need in needs.items() if need.teacher)
         raise UserError(
@@ -180,6 +188,21 @@ def fit_networks(
         if taps and not selection.phase and not selection.initial  # each phase reads its own
     )
     return replace(networks, warnings=tuple(warnings))
+
+
+def _needs(method: Method, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
+    """The taps that a method reads. Rejects those that a network does not have."""
+    with own_code(type(method), "its needs"):
+        needs = method.needs(student, teacher)
+    if not isinstance(needs, Needs):
+        raise UserError(
+            f"{title_of(method)}: needs returned a {type(needs).__name__}",
+            "return Needs(student=..., teacher=...)",
+        )
+    for network, taps in ((student, needs.student), (teacher, needs.teacher)):
+        for tap in taps:
+            require_tap(method.name, network, tap)
+    return needs
 
 
 def network_info(model: nn.Module, name: str, example: Tensor) -> NetworkInfo:

@@ -49,6 +49,7 @@ from drumline.distillation.teacher import (
     Teacher,
     load_teachers,
 )
+from drumline.distillation.trial import try_own_methods
 from drumline.models.base import copy_model
 from drumline.observe.display import Display
 from drumline.parallel.pipeline.stage import describe_stages
@@ -85,7 +86,8 @@ def check_fit(recipe: Recipe, student: nn.Module, teachers: list[LoadedTeacher],
         selection = select_methods(recipe.distill, phase)
         check_selection(selection, recipe)
         networks = fit_networks(recipe, selection, student, teachers, sets.transform.size)
-        networks.with_helpers(recipe.run.seed)
+        module = networks.with_helpers(recipe.run.seed)
+        try_own_methods(networks, module, selection, sets.transform.size)
         if recipe.distill.cache and not phase:
             check_cacheable(recipe, networks.teacher_taps, sets.name)
 
@@ -116,6 +118,7 @@ class _Builder:
     def task(self) -> Task:
         networks = self._networks()
         module = self._module(networks)
+        try_own_methods(networks, module, self.selection, self.size)
         identity = self._identity(networks) if self.caches else ""
         teacher = self._teacher(networks)
         # Over processes, its outputs on a step's micro-batches are computed ahead of the student's stages.

@@ -89,6 +89,7 @@ class Factor(Paraphrase):
     With p = 1, the authors' loss and their weight of 500.
     """
 
+    name: ClassVar[str] = "factor"
     weights: ClassVar[Weights] = Weights(b=500.0)
     initial_epochs: ClassVar[float] = 30.0
 
