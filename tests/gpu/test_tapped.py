@@ -175,3 +175,40 @@ def test_a_compiled_tapped_model_gives_the_same_taps() -> None:
     for one, other in ((logits, expected), *((taps[tap], seen[tap]) for tap in seen)):
         # Other kernels, some of them with TF32: far from what a tap overwritten by its ReLU would differ by.
         torch.testing.assert_close(one, other, rtol=0, atol=5e-3 * float(other.abs().max()))
+
+
+TOKENS = [
+    ("timm/vit_tiny_patch16_224", "blocks.3", "blocks.11:cls", 1, 14),
+    ("timm/deit_tiny_distilled_patch16_224", "blocks.3", "blocks.11:cls", 2, 14),
+    ("timm/vit_tiny_r_s16_p8_224", "blocks.3", "blocks.11:cls", 1, 7),
+    ("torchvision/vit_b_16", "encoder.layers.encoder_layer_3", "encoder.layers.encoder_layer_11:cls", 1, 14),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "cls", "special", "side"), TOKENS, ids=[each[0] for each in TOKENS]
+)
+def test_blocks_of_transformers_are_maps_of_patches(
+    name: str, block: str, cls: str, special: int, side: int
+) -> None:
+    model = made(name).eval()
+    images = torch.randn(2, 3, 224, 224, device=DEVICE)
+    seen: dict[str, Tensor] = {}
+    for part in (block, cls.removesuffix(":cls")):
+        model.get_submodule(part).register_forward_hook(lambda m, i, out, part=part: seen.update({part: out}))
+    with torch.no_grad():
+        logits, taps = with_taps(model, f"{block},pooled={cls}", images)(images, taps=True)
+        assert torch.equal(logits, model(images))
+    patches = seen[block][:, special:]
+    assert taps["stage1"].shape == (2, patches.shape[2], side, side)
+    assert torch.equal(taps["stage1"].flatten(2), patches.transpose(1, 2))
+    assert torch.equal(taps["pooled"], seen[cls.removesuffix(":cls")][:, 0])
+
+
+@pytest.mark.parametrize("name", ["torchvision/swin_t", "timm/swin_tiny_patch4_window7_224"])
+def test_blocks_of_swin_are_maps_with_channels_first(name: str) -> None:
+    model = made(name).eval()
+    images = torch.randn(2, 3, 224, 224, device=DEVICE)
+    block = "features.3" if name.startswith("torchvision") else "layers.1"
+    taps = with_taps(model, block, images)(images, taps=True)[1]
+    assert taps["stage1"].shape == (2, 192, 28, 28)

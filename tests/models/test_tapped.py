@@ -618,7 +618,7 @@ def test_text_is_parsed_exactly() -> None:
         ("stage0=layer1", r"no tap 'stage0'\n  fix: taps are stem, stage1"),
         ("stem.pre=relu:input", "no tap 'stem.pre'"),
         ("fc=fc", "no tap 'fc'"),
-        ("stage1", "'stage1' is not TAP=MODULE"),
+        ("stage1", "ResNet has no module 'stage1'"),
         ("stage1=", "'stage1=' is not TAP=MODULE"),
         ("stage1=layer1:output", "a location is a module name"),
         ("stage1=layer1,stage1=layer2", "stage1 is given twice, as layer1 and layer2"),

@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
-
-INPUT = ":input"
+from drumline.models.locations import INPUT, Location
 
 
 def find_taps(model: nn.Module, example: Tensor, named: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -139,12 +138,14 @@ class CallLog:
 
     def at(self, model: nn.Module, tap: str, location: str) -> Snapshot:
         """The tensor at a location."""
-        name = location.removesuffix(INPUT)
-        call = self.last(model.get_submodule(name))
-        found = None if call is None else call.input if location.endswith(INPUT) else call.output
+        place = Location.parse(location)
+        call = self.last(model.get_submodule(place.module))
+        found = None if call is None else call.input if place.of_input else call.output
         if found is None:
             problem = "is not called in a forward" if call is None else "has no tensor there"
-            raise UserError(f"taps: {tap}={location}: {name} {problem}", fix="name a different module")
+            raise UserError(
+                f"taps: {tap}={location}: {place.module} {problem}", fix="name a different module"
+            )
         return found
 
     @property

@@ -3,10 +3,11 @@
 Promises: `Tapped(model, ...)(x, taps=True)` returns `(logits, taps)` with the logits, gradients, running statistics
 and random draws of `model(x)`. A tapped tensor is returned as it was at its location, even if the model overwrites it
 later. Nothing is kept on the model after a forward. A model without feature maps (a vision transformer) only has
-`pooled`, which serves the methods that use logits or the pooled vector. Rejects tap names and modules that do not
-exist.
+`pooled`, which serves the methods that use logits or the pooled vector, unless blocks are named as its stages.
+Rejects tap names and modules that do not exist.
 
-A tap's location is `module.name`, the module's output, or `module.name:input`, its first input. If a module has
+A tap's location is `module.name`, the module's output, or `module.name:input`, its first input. `locations.py` says
+what becomes of tokens. If a module has
 several outputs, the first tensor counts; if it is called several times in one forward, the last call. A function such
 as `F.relu` has no location: a tap on the convolution before it is the value before the activation. `pooled` is what
 the last linear layer reads, in training after a dropout right before it. Name the dropout's `:input` to get the value
@@ -18,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from torch import Tensor, nn
 from drumline.core.errors import UserError
 from drumline.core.text import either
 from drumline.models.base import Output, Taps, VisionModel
-from drumline.models.find_taps import INPUT, find_taps, first_tensor, norm_name, probe, tap_order
+from drumline.models.find_taps import find_taps, first_tensor, norm_name, probe, tap_order
+from drumline.models.locations import CLS, INPUT, PATCHES, Location, View, view_of
 
 _TAP = re.compile(r"stem|pooled|stage[1-9][0-9]*(\.pre)?")
 
@@ -56,9 +59,11 @@ class Tapped(nn.Module):
         """Tap to the dotted name, in `model`, of the BatchNorm before its activation."""
         self._slot = _Slot()
         for tap, location in self.locations.items():
-            hook = TapHook(self._slot, tap, tap in self.copied)
-            module = model.get_submodule(location.removesuffix(INPUT))
-            if location.endswith(INPUT):
+            place = Location.parse(location)
+            view = view_of(tap, place, snapshots[tap].tensor, log.image)
+            hook = TapHook(self._slot, tap, tap in self.copied, view)
+            module = model.get_submodule(place.module)
+            if place.of_input:
                 module.register_forward_pre_hook(hook.on_input, with_kwargs=True)
             else:
                 module.register_forward_hook(hook.on_output)
@@ -96,12 +101,15 @@ def with_taps(model: nn.Module, text: str, example: Tensor) -> nn.Module:
 
 
 def parse_taps(text: str, model: nn.Module | None = None) -> dict[str, str]:
-    """Parses `stage1=layer1,stage1.pre=layer1.1.relu:input,pooled=fc:input`. Checks the modules if `model` is
-    given."""
+    """Parses `stage1=layer1,stage1.pre=layer1.1.relu:input,pooled=fc:input`. Modules without a tap, as in
+    `blocks.3,blocks.7`, are the stages, in their order. Checks the modules if `model` is given."""
     locations: dict[str, str] = {}
+    stages = count(1)
     for entry in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text))):
         tap, equals, location = (half.strip() for half in entry.partition("="))
-        if not equals or not location:
+        if not equals:
+            tap, location = f"stage{next(stages)}", tap
+        if not tap or not location:
             raise UserError(
                 f"taps: {entry!r} is not TAP=MODULE", fix="write for example stage1=layer1,pooled=fc:input"
             )
@@ -136,8 +144,8 @@ class _Slot:
 class TapHook:
     """Puts a tensor into the slot if it is open."""
 
-    def __init__(self, slot: _Slot, tap: str, copy: bool) -> None:
-        self.slot, self.tap, self.copy = slot, tap, copy
+    def __init__(self, slot: _Slot, tap: str, copy: bool, view: View) -> None:
+        self.slot, self.tap, self.copy, self.view = slot, tap, copy, view
 
     def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.slot.seen is not None:
@@ -152,7 +160,7 @@ class TapHook:
         assert tensor is not None, f"tap {self.tap}: no tensor at its location in this forward"
         if self.copy:
             tensor = tensor.clone()
-        self.slot.seen[self.tap] = tensor
+        self.slot.seen[self.tap] = tensor = self.view(tensor)
         if not torch.compiler.is_compiling() and not tensor.is_inference():
             self.slot.versions[self.tap] = tensor._version
 
@@ -164,10 +172,10 @@ def _check(locations: Mapping[str, str], model: nn.Module | None) -> None:
                 f"{tap}={location}: there is no tap {tap!r}",
                 fix="taps are stem, stage1, stage2, ..., stage1.pre, stage2.pre, ... (before the activation), pooled",
             )
-        name = location.removesuffix(INPUT)
+        name = Location.parse(location).module
         if ":" in name:
             raise UserError(
-                f"{tap}={location}: a location is a module name, or a module name and {INPUT}",
+                f"{tap}={location}: a location is a module name, which {INPUT}, {CLS} or {PATCHES} may follow",
                 fix=f"write {tap}=MODULE{INPUT}",
             )
         modules = (
