@@ -212,3 +212,17 @@ def test_blocks_of_swin_are_maps_with_channels_first(name: str) -> None:
     block = "features.3" if name.startswith("torchvision") else "layers.1"
     taps = with_taps(model, block, images)(images, taps=True)[1]
     assert taps["stage1"].shape == (2, 192, 28, 28)
+
+
+def test_timms_deit_returns_both_heads_in_training() -> None:
+    name = "timm/deit_tiny_distilled_patch16_224"
+    tapped = with_taps(made(name), "pooled=norm:cls", images := torch.randn(2, 3, 224, 224, device=DEVICE))
+    assert isinstance(tapped, Tapped)
+    assert tapped.has_second_head
+    tapped.use_second_head()
+    model, tokens = tapped.model, tapped.model.forward_features(images)
+    logits, taps = tapped.train()(images, taps=True)
+    assert torch.equal(logits, model.head(tokens[:, 0]))
+    assert torch.equal(taps["distilled"], model.head_dist(tokens[:, 1]))
+    mean = (logits + taps["distilled"]) / 2
+    torch.testing.assert_close(tapped.eval()(images), mean)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drumline.config.layouts import layout_named
 from drumline.config.recipe import Recipe
 from drumline.core.errors import UserError
 from drumline.distillation.method import Method, Needs, NetworkInfo, Taps, require_tap, stages_among
@@ -21,7 +22,7 @@ from drumline.distillation.own_method import own_code, title_of
 from drumline.distillation.selection import Selection
 from drumline.distillation.teacher import LoadedTeacher
 from drumline.models.base import Output, VisionModel
-from drumline.models.tapped import Tapped, norm_before, parse_taps, with_taps
+from drumline.models.tapped import SECOND_HEAD, Tapped, norm_before, parse_taps, with_taps
 
 _HELPER_SEED = 0x68656C70
 """Mixed into the seed, so that helpers do not start from the student's random numbers."""
@@ -174,6 +175,14 @@ def fit_networks(
             f"distill.method = {names}: reads the features of one teacher, but there are {len(teachers)}",
             "use methods on logits (kd, dkd, dist) with several teachers, or give one teacher",
         )
+    if isinstance(tapped, Tapped) and any(SECOND_HEAD in need.student for need in needs.values()):
+        if layout_named(recipe.parallel.layout).staged:
+            raise UserError(
+                f"parallel.layout = {recipe.parallel.layout}: a student in stages does not return the logits of its "
+                "distillation token",
+                "use --parallel.layout ddp",
+            )
+        tapped.use_second_head()
     networks = FittedNetworks(
         student, tapped, (first, *teachers[1:]), student_info, teacher_info, methods, needs
     )
@@ -236,6 +245,8 @@ def network_info(model: nn.Module, name: str, example: Tensor) -> NetworkInfo:
             )
     norms = {tap: norm for tap in taps if (norm := norm_before(model, tap)) is not None}
     shapes = {tap: tuple(value.shape[1:]) for tap, value in taps.items()}
+    if isinstance(model, Tapped) and model.has_second_head:
+        shapes[SECOND_HEAD] = (logits.shape[1],)
     return NetworkInfo(name, shapes, logits.shape[1], norms)
 
 

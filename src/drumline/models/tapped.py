@@ -31,6 +31,8 @@ from drumline.models.base import Output, Taps, VisionModel
 from drumline.models.find_taps import find_taps, first_tensor, norm_name, probe, tap_order
 from drumline.models.locations import CLS, INPUT, PATCHES, Location, View, view_of
 
+SECOND_HEAD = "distilled"
+"""The tap of the logits of a distillation token."""
 _TAP = re.compile(r"stem|pooled|stage[1-9][0-9]*(\.pre)?")
 
 
@@ -57,6 +59,9 @@ class Tapped(nn.Module):
         """Taps that cost a copy."""
         self.norms = {tap: norm for tap in snapshots if (norm := norm_name(tap, snapshots, log))}
         """Tap to the dotted name, in `model`, of the BatchNorm before its activation."""
+        self.has_second_head = hasattr(model, "set_distilled_training")
+        """Whether it has a distillation token with a head of its own (timm's DeiT, or your own model with the same
+        method): `use_second_head`."""
         self._slot = _Slot()
         for tap, location in self.locations.items():
             place = Location.parse(location)
@@ -79,6 +84,9 @@ class Tapped(nn.Module):
             # A built-in model may call its modules differently when asked for taps, as it was in the probe.
             ours = isinstance(self.model, VisionModel)
             logits, own = self.model(x, taps=True) if ours else (self.model(x), {})
+            if isinstance(logits, tuple):
+                logits, second = logits
+                own = {SECOND_HEAD: second}
         finally:
             self._slot.seen, self._slot.versions = None, {}
         for tap in self.locations:
@@ -88,7 +96,14 @@ class Tapped(nn.Module):
                 f"tap {tap}: {self.locations[tap]} was overwritten later in the forward, but not in evaluation mode, "
                 "so it was not copied; choose a different location"
             )
-        return logits, {tap: seen[tap] if tap in self.locations else own[tap] for tap in self.taps}
+        found = {tap: seen[tap] if tap in self.locations else own[tap] for tap in self.taps}
+        return logits, found | ({SECOND_HEAD: own[SECOND_HEAD]} if SECOND_HEAD in own else {})
+
+    def use_second_head(self) -> None:
+        """From now on, in training, the logits are those of the class token, and the tap `distilled` those of the
+        distillation token. In evaluation, logits are the mean of both, as ever."""
+        set_distilled_training: Any = self.model.set_distilled_training
+        set_distilled_training(True)
 
 
 def with_taps(model: nn.Module, text: str, example: Tensor) -> nn.Module:

@@ -24,6 +24,7 @@ from drumline.distillation.own_method import load_method
 
 _METHODS: tuple[type[Method], ...] = (
     logits.Kd,
+    logits.Deit,
     logits.Dkd,
     logits.Dist,
     temperatures.Mlkd,

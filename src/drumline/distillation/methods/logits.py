@@ -1,4 +1,4 @@
-"""Methods that compare logits: kd, dkd and dist, and the standardisation of logits that may precede them.
+"""Methods that compare logits: kd, deit, dkd and dist, and the standardisation of logits that may precede them.
 
 Promises: every log-probability is computed from the logits, so nothing overflows or becomes NaN in fp32, however
 confident a network is. Where a formula divides by a deviation of zero (all logits of a row are equal, or a class's
@@ -17,7 +17,16 @@ from torch.nn import functional as F
 
 from drumline.config.limits import Range
 from drumline.core.errors import UserError
-from drumline.distillation.method import LossInputs, Method, Needs, NetworkInfo, Scope, Weights
+from drumline.distillation.method import (
+    LossInputs,
+    Method,
+    Needs,
+    NetworkInfo,
+    Scope,
+    Weights,
+    require_same_classes,
+)
+from drumline.models.tapped import SECOND_HEAD
 
 PEARSON_EPS = 1e-8
 """Added to the product of the two norms in `dist`, as its authors do, so that classes whose probability is tiny in
@@ -99,6 +108,24 @@ class Kd(Method):
 
     def loss(self, inputs: LossInputs) -> Tensor:
         return kd(inputs.logits, inputs.teacher_logits, self.T)
+
+
+@dataclass(frozen=True)
+class Deit(Method):
+    """DeiT's hard distillation (Touvron et al., 2021): the class that the teacher predicts is a second label. A
+    student with a distillation token learns it with that token's head, any other student with its only head."""
+
+    name: ClassVar[str] = "deit"
+    reads: ClassVar[str] = "logits, distilled"
+    weights: ClassVar[Weights] = Weights(r=0.5, b=0.5)
+
+    def needs(self, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
+        require_same_classes(self.name, student, teacher)
+        return Needs((SECOND_HEAD,) if SECOND_HEAD in student.shapes else ())
+
+    def loss(self, inputs: LossInputs) -> Tensor:
+        scores = inputs.taps.get(SECOND_HEAD, inputs.logits)
+        return F.cross_entropy(scores, inputs.teacher_logits.argmax(1), reduction="none")
 
 
 @dataclass(frozen=True)
