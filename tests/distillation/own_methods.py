@@ -216,6 +216,13 @@ class ReadsTeacherInHelper(Projected):
         return Other(teacher.shapes["pooled"][0], 4)
 
 
+class ByItsRole(Soft):
+    reads = "last stage"
+
+    def loss(self, inputs: LossInputs) -> Tensor:
+        return inputs.taps["last stage"].mean((1, 2, 3))
+
+
 class NoSuchTap(Soft):
     reads = "stage9"
 

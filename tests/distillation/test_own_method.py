@@ -143,6 +143,7 @@ def test_its_code_is_part_of_the_software_and_a_recipe_file_needs_trust(tmp_path
         ("Divides", "its loss is not finite", "division by zero"),
         ("InfiniteSlope", "the gradient of its loss is not finite", "square root of zero"),
         ("Undeclared", "inputs.taps['stage2'] does not exist", '`reads = "logits, stage2"`'),
+        ("ByItsRole", "it has stage3", "inputs.taps.values()"),
         ("UndeclaredWithHelper", "inputs.taps['pooled'] does not exist", "from the helper"),
         ("UndeclaredOutput", "it has mapped", "{'other': ...}"),
         ("ReadsTeacherInHelper", "teacher_taps['pooled'] does not exist", "helper_reads_teacher = True"),

@@ -34,8 +34,9 @@ COMMAND = Command(
     examples="""
   drumline distill distill.teacher_weights=runs/teacher model.name=resnet18 ...
   drumline distill ... distill.method=dkd distill.options=beta:2,warmup:5
-  drumline distill ... distill.options=schedule:cosine,end:0.1   kd's weight falls
+  drumline distill ... distill.options=schedule:cosine,end:0.1  kd fades out
   drumline distill ... distill.method=crd,kd distill.b=0.8 distill.a=1
+  drumline distill ... distill.method=mine:Method    your own (add-a-method.md)
   drumline distill ... distill.cache=caches/teacher  store the teacher's outputs
   drumline distill cifar100/crd/resnet32x4-resnet8x4 data.path=cifar100
       distill.teacher_weights=runs/resnet32x4         a published recipe

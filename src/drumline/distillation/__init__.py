@@ -8,6 +8,7 @@ For methods of your own (docs/add-a-method.md):
     NetworkInfo     what `needs` and `helper` know of a network: names and shapes of its taps
     Needs           the taps that `needs` returns
     Range           limits of an option
+    at_common_size  two maps, the larger one averaged down to the size of the smaller one
     method_named    builds a method by its name
 """
 
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from drumline.distillation.method import Needs as Needs
     from drumline.distillation.method import NetworkInfo as NetworkInfo
     from drumline.distillation.method import Weights as Weights
+    from drumline.distillation.method import at_common_size as at_common_size
     from drumline.distillation.methods import method_named as method_named
 
 _METHOD = "drumline.distillation.method"
 _HOMES = {
-    **dict.fromkeys(("LossInputs", "Method", "Needs", "NetworkInfo", "Weights"), _METHOD),
+    **dict.fromkeys(("LossInputs", "Method", "Needs", "NetworkInfo", "Weights", "at_common_size"), _METHOD),
     "Range": "drumline.config.limits",
     "method_named": "drumline.distillation.methods",
 }

@@ -78,9 +78,11 @@ class _Declared(dict[str, Tensor]):
         self._title, self._what, self._fix = title, what, fix
 
     def __missing__(self, tap: str) -> Tensor:
+        fix = self._fix.format(tap=tap)
+        if self and tap in ("last stage", "stages"):
+            fix = f"use the names of the taps, or {self._what}.values()"
         raise UserError(
-            f"{self._title}: {self._what}[{tap!r}] does not exist; it has {', '.join(self) or 'nothing'}",
-            self._fix.format(tap=tap),
+            f"{self._title}: {self._what}[{tap!r}] does not exist; it has {', '.join(self) or 'nothing'}", fix
         )
 
 
