@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.cli import main
 from drumline.config.arguments import TrustOption, named_code, read_recipe
 from drumline.config.recipe import Distill, Model, Recipe
 from drumline.core.errors import UserError
@@ -101,7 +102,9 @@ def test_methods_are_built_by_name() -> None:
             method_named(name, **options)
 
 
-def test_its_code_is_part_of_the_software_and_a_recipe_file_needs_trust(tmp_path: Path) -> None:
+def test_its_code_is_part_of_the_software_and_a_recipe_file_needs_trust(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = Recipe(distill=Distill(method=("kd", f"{OWN}:Soft")))
     assert named_code(recipe) == {"distill.method": (f"{OWN}:Soft",)}
     assert len(software(recipe)[f"the code of {OWN}:Soft"]) > 8
@@ -111,6 +114,9 @@ def test_its_code_is_part_of_the_software_and_a_recipe_file_needs_trust(tmp_path
         read_recipe([str(file)], "distill", TrustOption)
     trusted = read_recipe([str(file), "--trust"], "distill", TrustOption).recipe
     assert trusted.distill.method == (f"{OWN}:Soft",)
+    file.write_text('[distill]\nmethod = ["nowhere:Soft"]\n[data]\nsource = "digits"\n')
+    assert main(["distill", str(file), "--dry-run"]) == 0
+    assert "method: nowhere:Soft; not imported, because that would run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from drumline.distillation.objective import (
     LossTerm,
     RunTeacher,
 )
+from drumline.distillation.own_method import own_code
 from drumline.distillation.selection import Selection, check_selection, select_methods
 from drumline.distillation.staged_teacher import (
     PipelinedTeacher,
@@ -274,18 +275,22 @@ class _Builder:
     def _terms(self, networks: FittedNetworks, module: StudentWithHelpers) -> list[LossTerm]:
         """The methods with everything that they need. Creates their memories."""
         labels: Tensor = torch.from_numpy(self.sets.train.labels).to(self.world.device)
-        return [
-            LossTerm(
-                each.name,
-                each.method,
-                each.weight,
-                networks.needs[each.name],
-                has_helper=each.name in module.helpers,
-                memory=each.method.memory(labels, self.recipe.run.seed, self.grid.peers),
-                schedule=each.schedule,
+        terms = []
+        for each in self.selection.methods:
+            with own_code(type(each.method), "its memory"):
+                memory = each.method.memory(labels, self.recipe.run.seed, self.grid.peers)
+            terms.append(
+                LossTerm(
+                    each.name,
+                    each.method,
+                    each.weight,
+                    networks.needs[each.name],
+                    has_helper=each.name in module.helpers,
+                    memory=memory,
+                    schedule=each.schedule,
+                )
             )
-            for each in self.selection.methods
-        ]
+        return terms
 
     def _global_batch(self) -> GlobalBatch:
         """How losses that relate samples gather the global batch."""
