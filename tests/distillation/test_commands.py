@@ -188,6 +188,18 @@ def test_a_run_stopped_in_its_initial_phase_is_reported_and_verified_as_such(hom
     assert "--run.name early --checkpoint.resume auto" in output
 
 
+def test_features_of_several_teachers_are_terms_of_their_own(home: Path) -> None:
+    words = ("distill.teacher_weights=runs/teacher,runs/teacher", "distill.shares=3,1", "train.steps=2")
+    output = distil(home, "several", *words, "distill.method=kd,hint", "distill.b=2")
+    assert "loss = 1 cross-entropy + 1 kd + 2 hint" in output
+    (line, *_) = metrics(home, "several", "train")
+    assert line["hint_1"] > 0
+    assert line["hint_1"] == pytest.approx(line["hint_2"], rel=0.5), "the same teacher, another regressor"
+    assert line["loss"] == pytest.approx(
+        line["ce"] + line["kd"] + 2 * (0.75 * line["hint_1"] + 0.25 * line["hint_2"])
+    )
+
+
 # Cached.
 
 
@@ -293,9 +305,9 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TEACHER, "distill.cache=other.safetensors"),
         ("distill.cache = other.safetensors: is a file",),
     ),
-    "features of two teachers": (
-        ("distill.teacher_weights=runs/teacher,runs/teacher", "distill.method=hint"),
-        ("distill.method = hint", "there are 2", "kd, dkd, dist"),
+    "features of two teachers from a cache": (
+        ("distill.teacher_weights=runs/teacher,runs/teacher", "distill.method=crd", "distill.cache=both"),
+        ("distill.cache: crd reads the features of each of the 2 teachers", "remove distill.cache"),
     ),
 }
 

@@ -131,7 +131,13 @@ def laid(whole: Teacher, count: int) -> Teacher:
     how = StagePlan(Shape(count, 1, 1, "gpipe", 1, False), make_grid(HERE), (CPU,) * count)
     recipe = Recipe(data=Data(batch=4), distill=Distill(teacher_layout="model"))
     cut = cut_teacher(
-        made.modules[0], "resnet14", bool(made.taps), how, create_strategy(recipe, HERE), 8, make_display(0)
+        made.modules[0],
+        "resnet14",
+        bool(made.taps[0]),
+        how,
+        create_strategy(recipe, HERE),
+        8,
+        make_display(0),
     )
     assert len(cut) == count
     place_teacher(made, [cut], how, channels_last=False)
@@ -141,7 +147,7 @@ def laid(whole: Teacher, count: int) -> Teacher:
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_teacher_in_stages_has_the_outputs_of_the_whole_one(count: int) -> None:
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    whole = teacher(taps=("stage2", "pooled"))
+    whole = teacher(taps=[("stage2", "pooled")])
     parts = laid(whole, count)
     output, wanted = parts(images), whole(images)
     assert torch.equal(output.logits, wanted.logits)

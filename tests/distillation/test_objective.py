@@ -257,7 +257,7 @@ def stepped(precision: Precision, parts: list[LossTerm], steps: int = 1) -> tupl
     torch.manual_seed(0)
     student = Alone(CLASSES, (4, 4, 8))
     torch.manual_seed(1)
-    teacher = Teacher([Alone(CLASSES, (8, 4, 8))], CPU, taps=("stage1",), precision=precision)
+    teacher = Teacher([Alone(CLASSES, (8, 4, 8))], CPU, taps=[("stage1",)], precision=precision)
     made = Distillation(
         parts,
         1.0,

@@ -18,7 +18,7 @@ from drumline.distillation.objective import Distillation
 from drumline.distillation.run import _phase_recipe, distill
 from drumline.distillation.selection import select_methods
 from drumline.distillation.student import StudentWithHelpers, fit_networks
-from drumline.distillation.teacher import LoadedTeacher
+from drumline.distillation.teacher import LoadedTeacher, Teacher
 from drumline.models import create_model
 from drumline.parallel.world import single_process
 from tests.distillation import ranks
@@ -76,6 +76,33 @@ def test_a_tap_that_no_method_reads_causes_a_warning() -> None:
         "WARNING: distill.student_taps names stage1, which no method reads",
         "WARNING: distill.teacher_taps names stage1, which no method reads",
     )
+
+
+def test_methods_on_features_occur_once_for_each_teacher() -> None:
+    distill = Distill(method=("kd", "crd"), shares=(3.0, 1.0), teacher_weights=("a", "b"))
+    teachers = [LoadedTeacher(name, name, create_model(name, classes=4)) for name in ("resnet14", "vgg8")]
+    recipe, student = Recipe(model=Model(name="resnet8"), distill=distill), create_model("resnet8", classes=4)
+    networks = fit_networks(recipe, select_methods(distill), student, teachers, 32)
+    found = [(each.name, each.teacher, each.share, each.needs.teacher) for each in networks.methods]
+    assert found == [
+        ("kd", 0, 1.0, ()),
+        ("crd_1", 0, 0.75, ("pooled@1",)),
+        ("crd_2", 1, 0.25, ("pooled@2",)),
+    ]
+    module = networks.with_helpers(seed=0)
+    assert set(module.helpers) == {"crd_1", "crd_2"}
+    teacher = Teacher(
+        [each.module for each in networks.teachers], torch.device("cpu"), [("pooled",)] * 2, shares=(3.0, 1.0)
+    )
+    images = torch.randn(2, 3, 32, 32)
+    taps = teacher(images).taps
+    outputs = module.eval()(images, taps).helper_outputs
+    for number, each in enumerate(networks.teachers, start=1):
+        features = each.module(images, taps=True)[1]["pooled"]
+        assert torch.equal(taps[f"pooled@{number}"], features)
+        assert torch.equal(
+            outputs[f"crd_{number}"]["teacher"], module.helpers[f"crd_{number}"].teacher(features)
+        )
 
 
 def test_the_weights_of_an_initial_phase_are_broadcast_to_every_rank(tmp_path: Path) -> None:

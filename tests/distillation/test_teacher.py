@@ -110,7 +110,7 @@ def test_a_teacher_is_frozen_whatever_its_state_before() -> None:
 
 @pytest.mark.parametrize("precision", [FP32, BF16])
 def test_calls_do_not_change_the_teacher(precision: Precision) -> None:
-    found = teacher(precision=precision, taps=("stage1", "pooled"))
+    found = teacher(precision=precision, taps=[("stage1", "pooled")])
     before = {name: tensor.clone() for name, tensor in found.modules[0].state_dict().items()}
     output = found(images())
     assert torch.equal(found(images()).logits, output.logits)
@@ -124,7 +124,7 @@ def test_calls_do_not_change_the_teacher(precision: Precision) -> None:
 def test_a_single_teacher_returns_the_outputs_of_its_network() -> None:
     module = network()
     expected, expected_taps = module(images(), taps=True)
-    output = Teacher([module], CPU, taps=("stage2.pre", "pooled"))(images())
+    output = Teacher([module], CPU, taps=[("stage2.pre", "pooled")])(images())
     assert torch.equal(output.logits, expected)
     assert list(output.taps) == ["stage2.pre", "pooled"]
     assert all(torch.equal(tap, expected_taps[name]) for name, tap in output.taps.items())
@@ -133,7 +133,7 @@ def test_a_single_teacher_returns_the_outputs_of_its_network() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_teacher_outputs_can_be_saved_for_the_students_backward(count: int) -> None:
-    taps = ("stage1",) if count == 1 else ()
+    taps = [("stage1",)] * count
     modules = [network(seed) for seed in range(count)]
     output = Teacher(modules, CPU, taps=taps, shares=(1.0,) * count)(images())
     for tensor in (output.logits, *output.taps.values()):
@@ -158,7 +158,7 @@ class Keeping(nn.Module):
 
 @pytest.mark.parametrize("taps", [(), ("pooled",)])
 def test_features_are_copies(taps: tuple[str, ...]) -> None:
-    found = Teacher([Keeping()], CPU, taps=taps)
+    found = Teacher([Keeping()], CPU, taps=[taps])
     output = found(torch.empty(0))
     for tensor in (output.logits, *output.taps.values()):
         tensor.fill_(7)
@@ -172,7 +172,7 @@ def test_a_16_bit_teacher_has_the_bits_of_autocast(name: str) -> None:
     whole = copy.deepcopy(module)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected, expected_taps = whole(images(), taps=True)
-    output = Teacher([module], CPU, taps=("stage1", "pooled"), precision=BF16)(images())
+    output = Teacher([module], CPU, taps=[("stage1", "pooled")], precision=BF16)(images())
     assert output.logits.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(output.logits, expected)
     assert all(torch.equal(tap, expected_taps[key]) for key, tap in output.taps.items())

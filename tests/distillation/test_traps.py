@@ -321,7 +321,7 @@ def test_features_are_returned_and_never_left_on_a_module() -> None:
     helpers = {name: made for name, method in methods.items() if (made := method.helper(*one)) is not None}
     asking = [name for name, method in methods.items() if method.helper_reads_teacher]
     module = StudentWithHelpers(student, helpers, needs, asking).train()
-    teacher = Teacher([teacher_module], CPU, taps=("stage1", "stage2", "stage3", "pooled"))
+    teacher = Teacher([teacher_module], CPU, taps=[("stage1", "stage2", "stage3", "pooled")])
     output = module(images(), teacher(images()).taps)
     assert len(output.taps) >= 3
     assert set(output.helper_outputs) == set(helpers)

@@ -92,7 +92,7 @@ class Distill:
     ensemble: Literal["probabilities", "logits"] = "probabilities"
     """What to average over several teachers: softened probabilities or logits."""
     shares: Annotated[tuple[float, ...], Range(above=0)] = ()
-    """Weight of each teacher in the average. Empty: equal."""
+    """Weight of each teacher in the average, or of its features in the loss. Empty: equal."""
     cache: Annotated[str, PerMachine(path=True)] = ""
     """Folder that stores the teacher's outputs. The first run fills it. Later runs with any student, batch or number
     of processes read it and do not compute the teacher again. Empty: the teacher runs at every step."""

@@ -27,7 +27,7 @@ from drumline.distillation.method import LossInputs, Memory, Method, Needs, with
 from drumline.distillation.methods.logits import standardised
 from drumline.distillation.own_method import check_loss, own_code
 from drumline.distillation.schedules import CONSTANT, TermSchedule
-from drumline.distillation.student import StudentOutput
+from drumline.distillation.student import StudentOutput, own_name
 from drumline.distillation.teacher import LiveTeacher, Teacher, TeacherOutput
 from drumline.parallel.strict.lockstep import Lockstep
 from drumline.parallel.world import World
@@ -203,7 +203,7 @@ class Distillation(Objective):
             logits=logits,
             teacher_logits=teacher_logits,
             taps={name: student.taps[name] for name in term.reads.student},
-            teacher_taps={name: teacher.taps[name] for name in term.reads.teacher},
+            teacher_taps={own_name(name): teacher.taps[name] for name in term.reads.teacher},
             helper_outputs=student.helper_outputs.get(term.name, {}),
             labels=batch.labels,
             samples=batch.samples,

@@ -7,7 +7,7 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -80,6 +80,22 @@ class StudentWithHelpers(nn.Module):
 
 
 @dataclass(frozen=True)
+class FittedMethod:
+    """A method and the teacher that it reads. With several teachers, a method on features occurs once for each."""
+
+    name: str
+    """Such as `hint`, or `hint_2` for the second of several teachers."""
+    selected: str
+    """Its name in the recipe."""
+    method: Method
+    needs: Needs
+    """Taps of the second of several teachers have names such as `stage3@2`."""
+    teacher: int = 0
+    share: float = 1.0
+    """Of its weight."""
+
+
+@dataclass(frozen=True)
 class FittedNetworks:
     """Student and teachers as the methods see them."""
 
@@ -88,21 +104,25 @@ class FittedNetworks:
     student: nn.Module
     """The same network, with the taps that the methods need."""
     teachers: tuple[LoadedTeacher, ...]
-    """A single teacher returns the taps that the methods need."""
+    """They can return the taps that the methods need."""
     student_info: NetworkInfo
-    teacher_info: NetworkInfo
-    methods: Mapping[str, Method]
-    needs: Mapping[str, Needs]
+    teacher_infos: tuple[NetworkInfo, ...]
+    methods: tuple[FittedMethod, ...]
     warnings: tuple[str, ...] = ()
     """About taps that the recipe names and no method reads."""
 
     @property
     def student_taps(self) -> tuple[str, ...]:
-        return _unique(tap for need in self.needs.values() for tap in need.student)
+        return _unique(tap for each in self.methods for tap in each.needs.student)
 
     @property
     def teacher_taps(self) -> tuple[str, ...]:
-        return _unique(tap for need in self.needs.values() for tap in need.teacher)
+        return _unique(tap for each in self.methods for tap in each.needs.teacher)
+
+    def taps_of(self, teacher: int) -> tuple[str, ...]:
+        """The taps of one of the teachers that the methods need, by its own names."""
+        own = (each for each in self.methods if each.teacher == teacher)
+        return _unique(own_name(tap) for each in own for tap in each.needs.teacher)
 
     @property
     def foreign(self) -> bool:
@@ -112,14 +132,14 @@ class FittedNetworks:
     @property
     def reading_teacher(self) -> tuple[str, ...]:
         """The methods whose helpers read the teacher's taps."""
-        return tuple(name for name, method in self.methods.items() if method.helper_reads_teacher)
+        return tuple(each.name for each in self.methods if each.method.helper_reads_teacher)
 
     @property
     def messages(self) -> list[str]:
         """Which modules of third-party networks the taps come from."""
         networks = (
             ("student", self.student, self.student_taps),
-            ("teacher", self.teachers[0].module, self.teacher_taps),
+            *(("teacher", each.module, self.taps_of(k)) for k, each in enumerate(self.teachers)),
         )
         read_from = [
             f"taps of the {role}: {', '.join(f'{tap} = {model.locations[tap]}' for tap in read)}"
@@ -132,20 +152,20 @@ class FittedNetworks:
         """Student and helpers, on the student's device. The helpers' initial weights depend on the seed alone."""
         torch.manual_seed(seed ^ _HELPER_SEED)
         helpers = {}
-        for name, method in self.methods.items():
+        for each in self.methods:
+            method = each.method
             with own_code(type(method), "building its helper"):
-                helper = method.helper(self.student_info, self.teacher_info)
+                helper = method.helper(self.student_info, self.teacher_infos[each.teacher])
             if not isinstance(helper, nn.Module | None):
                 raise UserError(
                     f"{title_of(method)}: helper returned a {type(helper).__name__}",
                     "return an nn.Module or None",
                 )
             if helper is not None:
-                helpers[name] = helper
+                helpers[each.name] = helper
+        needs = {each.name: each.needs for each in self.methods}
         classes = self.student_info.classes
-        module = StudentWithHelpers(
-            self.student, helpers, self.needs, self.reading_teacher, runs_student, classes
-        )
+        module = StudentWithHelpers(self.student, helpers, needs, self.reading_teacher, runs_student, classes)
         return module.to(_device(self.student))
 
 
@@ -155,7 +175,7 @@ def fit_networks(
     """Finds the taps that the methods need. Raises a `UserError` if a network does not fit a method."""
     methods = {term.name: term.method for term in selection.methods}
     wants_taps = any(method.reads != "logits" for method in methods.values())
-    tapped, first = student, teachers[0]
+    tapped = student
     example = torch.zeros((1, 3, size, size))
     for key in ("student_taps", "teacher_taps"):
         if getattr(recipe.distill, key) and not wants_taps:
@@ -164,18 +184,19 @@ def fit_networks(
             )
     if wants_taps:
         tapped = _with_taps(student, "student_taps", recipe.distill.student_taps, example)
-        module = _with_taps(first.module, "teacher_taps", recipe.distill.teacher_taps, example)
-        first = replace(first, module=module)
+        text = recipe.distill.teacher_taps
+        teachers = [
+            replace(each, module=_with_taps(each.module, "teacher_taps", text, example)) for each in teachers
+        ]
     student_info = network_info(tapped, recipe.model.name, example)
-    teacher_info = network_info(first.module, first.name, example)
-    needs = {name: _needs(method, student_info, teacher_info) for name, method in methods.items()}
-    if len(teachers) > 1 and any(need.teacher for need in needs.values()):
-        names = ", ".join(name for name, need in needs.items() if need.teacher)
-        raise UserError(
-            f"distill.method = {names}: reads the features of one teacher, but there are {len(teachers)}",
-            "use methods on logits (kd, dkd, dist) with several teachers, or give one teacher",
-        )
-    if isinstance(tapped, Tapped) and any(SECOND_HEAD in need.student for need in needs.values()):
+    teacher_infos = tuple(network_info(each.module, each.name, example) for each in teachers)
+    shares = recipe.distill.shares or (1.0,) * len(teachers)
+    fitted = [
+        each
+        for name, method in methods.items()
+        for each in _fitted(name, method, student_info, teacher_infos, shares)
+    ]
+    if isinstance(tapped, Tapped) and any(SECOND_HEAD in each.needs.student for each in fitted):
         if layout_named(recipe.parallel.layout).staged:
             raise UserError(
                 f"parallel.layout = {recipe.parallel.layout}: a student in stages does not return the logits of its "
@@ -183,10 +204,11 @@ def fit_networks(
                 "use --parallel.layout ddp",
             )
         tapped.use_second_head()
-    networks = FittedNetworks(
-        student, tapped, (first, *teachers[1:]), student_info, teacher_info, methods, needs
-    )
-    read = {"student_taps": networks.student_taps, "teacher_taps": networks.teacher_taps}
+    networks = FittedNetworks(student, tapped, tuple(teachers), student_info, teacher_infos, tuple(fitted))
+    read = {
+        "student_taps": networks.student_taps,
+        "teacher_taps": tuple(own_name(tap) for tap in networks.teacher_taps),
+    }
     unread = {
         key: [tap for tap in parse_taps(getattr(recipe.distill, key)) if tap not in taps]
         for key, taps in read.items()
@@ -197,6 +219,31 @@ def fit_networks(
         if taps and not selection.phase and not selection.initial  # each phase reads its own
     )
     return replace(networks, warnings=tuple(warnings))
+
+
+def own_name(tap: str) -> str:
+    """The name of a teacher's tap within that teacher: `stage3` for `stage3@2`."""
+    return tap.partition("@")[0]
+
+
+def _fitted(
+    name: str,
+    method: Method,
+    student: NetworkInfo,
+    teachers: Sequence[NetworkInfo],
+    shares: Sequence[float],
+) -> list[FittedMethod]:
+    """A method with the teacher, or with each of several whose features it reads."""
+    needs = _needs(method, student, teachers[0])
+    if len(teachers) == 1 or not needs.teacher:
+        return [FittedMethod(name, name, method, needs)]
+    fitted = []
+    for number, (teacher, share) in enumerate(zip(teachers, shares, strict=True), start=1):
+        needs = _needs(method, student, teacher)
+        needs = replace(needs, teacher=tuple(f"{tap}@{number}" for tap in needs.teacher))
+        part = share / sum(shares)
+        fitted.append(FittedMethod(f"{name}_{number}", name, method, needs, number - 1, part))
+    return fitted
 
 
 def _needs(method: Method, student: NetworkInfo, teacher: NetworkInfo) -> Needs:
@@ -263,7 +310,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _only(taps: Taps, names: tuple[str, ...]) -> dict[str, Tensor]:
-    return {name: taps[name] for name in names}
+    return {own_name(name): taps[name] for name in names}
 
 
 def _unique(taps: Iterable[str]) -> tuple[str, ...]:

@@ -189,17 +189,18 @@ class _Builder:
 
     def _teacher(self, networks: FittedNetworks) -> Teacher:
         """The teacher, frozen, in its precision, on the devices that compute it."""
-        recipe, strategy, stages, taps = self.recipe, self.strategy, self.stages, networks.teacher_taps
+        recipe, strategy, stages = self.recipe, self.strategy, self.stages
+        taps = [networks.taps_of(number) for number in range(len(networks.teachers))]
         # Cut before the weights are cast: tracing does not support autocast.
         cuts = [
-            cut_teacher(each.module, each.name, bool(taps), stages, strategy, self.size, self.display)
-            for each in networks.teachers
+            cut_teacher(each.module, each.name, bool(own), stages, strategy, self.size, self.display)
+            for each, own in zip(networks.teachers, taps, strict=True)
             if stages is not None
         ]
         teacher = Teacher(
             [each.module for each in networks.teachers],
             self.world.device,
-            taps=taps,
+            taps=tuple(taps),
             precision=self.precision,
             rule=recipe.distill.ensemble,
             shares=recipe.distill.shares or (1.0,) * len(networks.teachers),
@@ -275,19 +276,20 @@ class _Builder:
     def _terms(self, networks: FittedNetworks, module: StudentWithHelpers) -> list[LossTerm]:
         """The methods with everything that they need. Creates their memories."""
         labels: Tensor = torch.from_numpy(self.sets.train.labels).to(self.world.device)
+        selected = {each.name: each for each in self.selection.methods}
         terms = []
-        for each in self.selection.methods:
+        for each in networks.methods:
             with own_code(type(each.method), "its memory"):
                 memory = each.method.memory(labels, self.recipe.run.seed, self.grid.peers)
             terms.append(
                 LossTerm(
                     each.name,
                     each.method,
-                    each.weight,
-                    networks.needs[each.name],
+                    selected[each.selected].weight * each.share,
+                    each.needs,
                     has_helper=each.name in module.helpers,
                     memory=memory,
-                    schedule=each.schedule,
+                    schedule=selected[each.selected].schedule,
                 )
             )
         return terms

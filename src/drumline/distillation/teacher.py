@@ -65,8 +65,8 @@ class Teacher:
     modules: Sequence[nn.Module]
     """The networks themselves, for state and checks."""
     device: torch.device
-    taps: tuple[str, ...] = ()
-    """Read from the only module; an ensemble has no taps."""
+    taps: Sequence[tuple[str, ...]] = ()
+    """The taps that are read from each module; empty: none. With several, they are returned as `stage3@2`."""
     precision: Precision = FP32
     rule: EnsembleRule = "probabilities"
     shares: tuple[float, ...] = (1.0,)
@@ -79,7 +79,7 @@ class Teacher:
 
     def __post_init__(self) -> None:
         assert len(self.modules) == len(self.shares)
-        assert not self.taps or len(self.modules) == 1
+        self.taps = self.taps or [()] * len(self.modules)
         for module in self.modules:
             module.eval().requires_grad_(False)
             if (dtype := self.precision.autocast_dtype) is not None:
@@ -91,7 +91,10 @@ class Teacher:
             if self.compiled:
                 # Evaluation and training batches differ in length: one graph for each instead of a dynamic one.
                 module.compile(dynamic=False)
-        self._forwards = [partial(_run_whole, module, bool(self.taps)) for module in self.modules]
+        self._forwards = [
+            partial(_run_whole, module, bool(taps))
+            for module, taps in zip(self.modules, self.taps, strict=True)
+        ]
         self._identity = self._fingerprints()
 
     def __call__(self, images: Tensor) -> TeacherOutput:
@@ -163,12 +166,17 @@ class Teacher:
 
     def _combined(self, outputs: Sequence[Any]) -> TeacherOutput:
         """Combines the outputs of all modules on a batch."""
-        if self.taps:
-            logits, taps = outputs[0]
-            return TeacherOutput(logits, {name: taps[name] for name in self.taps})
-        if len(outputs) == 1:
-            return TeacherOutput(outputs[0], {})
-        return TeacherOutput(ensemble(outputs, self.shares, self.rule, self.temperature), {})
+        pairs = [output if isinstance(output, tuple) else (output, {}) for output in outputs]
+        several = len(pairs) > 1
+        taps = {
+            f"{name}@{number}" if several else name: found[name]
+            for number, ((_, found), names) in enumerate(zip(pairs, self.taps, strict=True), start=1)
+            for name in names
+        }
+        logits = [each for each, _ in pairs]
+        if not several:
+            return TeacherOutput(logits[0], taps)
+        return TeacherOutput(ensemble(logits, self.shares, self.rule, self.temperature), taps)
 
     def _named(self) -> list[tuple[int, str, Tensor]]:
         """Every tensor with the number of its module and its name."""

@@ -20,7 +20,7 @@ from drumline.core.errors import UserError
 from drumline.distillation.method import LossInputs, Method, with_temperature
 from drumline.distillation.own_method import check_loss, is_own, own_code, title_of
 from drumline.distillation.selection import Selection
-from drumline.distillation.student import FittedNetworks, StudentWithHelpers
+from drumline.distillation.student import FittedNetworks, StudentWithHelpers, own_name
 from drumline.models.base import VisionModel
 from drumline.models.tapped import Tapped
 
@@ -32,30 +32,31 @@ def try_own_methods(
     networks: FittedNetworks, module: StudentWithHelpers, selection: Selection, size: int
 ) -> None:
     """Calls each of the user's own methods as a step does. Methods with a memory are not tried."""
+    schedules = {each.name: each.schedule for each in selection.methods}
     own = [
         each
-        for each in selection.methods
+        for each in networks.methods
         if is_own(type(each.method)) and type(each.method).memory is Method.memory
     ]
     if not own:
         return
-    student, teacher = module.student, networks.teachers[0].module
+    student, teachers = module.student, [each.module for each in networks.teachers]
     device = next(tensor.device for tensor in (*module.parameters(), *module.buffers()))
     count = max(SAMPLES, *(2 * each.method.least_samples for each in own))
     images = torch.randn((count, 3, size, size), generator=torch.Generator().manual_seed(0))
-    with leave_no_trace(module, teacher, devices=[device]):
+    with leave_no_trace(module, *teachers, devices=[device]):
         with torch.no_grad():
             outputs = _outputs(student.train(), images)
-            of_teacher = _outputs(teacher.eval(), images)
+            of_teachers = [_outputs(teacher.eval(), images) for teacher in teachers]
         for each in own:
             method = each.method
-            if each.schedule.T_schedule != "constant":
+            if schedules[each.selected].T_schedule != "constant":
                 method = with_temperature(method, torch.tensor(2.0, device=device))
-            needs = networks.needs[each.name]
+            needs, of_teacher = each.needs, of_teachers[each.teacher]
             helper = dict(module.helpers.items()).get(each.name)
             trial = _Trial(method, helper)
             taps = {tap: outputs[1][tap].to(device) for tap in needs.student}
-            teacher_taps = {tap: of_teacher[1][tap].to(device) for tap in needs.teacher}
+            teacher_taps = {tap: of_teacher[1][tap].to(device) for tap in map(own_name, needs.teacher)}
             logits = outputs[0].to(device), of_teacher[0].to(device)
             trial.run(*logits, taps, teacher_taps, trains_student=not selection.phase)
 

@@ -83,7 +83,7 @@ def test_without_the_method_a_second_head_changes_nothing() -> None:
 
 def test_a_student_with_one_head_learns_both_labels_with_it() -> None:
     networks = fitted("deit", student=create_model("resnet8", classes=CLASSES))
-    assert networks.needs["deit"].student == ()
+    assert networks.methods[0].needs.student == ()
     student, teacher = torch.randn(4, CLASSES), torch.randn(4, CLASSES)
     inputs = LossInputs(student, teacher, {}, {}, {}, torch.arange(4), torch.arange(4))
     assert torch.equal(Deit().loss(inputs), F.cross_entropy(student, teacher.argmax(1), reduction="none"))

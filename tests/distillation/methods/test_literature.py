@@ -156,7 +156,7 @@ def test_loss_and_gradients_are_those_of_the_literature(kind: str, family: str) 
     with torch.no_grad():
         taught_logits, taught_taps = teacher(images, taps=True)
     output = module(images, taught_taps)
-    needs = networks.needs[name]
+    needs = next(each.needs for each in networks.methods if each.name == name)
     loss = method.loss(
         LossInputs(
             output.logits,

@@ -80,6 +80,12 @@ def check_cacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> None:
     """Raises a `UserError` if a cache cannot serve the methods or the data. Called before anything is computed."""
     if Path(recipe.distill.cache).is_file():
         raise UserError(f"distill.cache = {recipe.distill.cache}: is a file", "use a folder or a new name")
+    if len(recipe.distill.teacher_weights) > 1 and taps:
+        raise UserError(
+            f"distill.cache: {', '.join(recipe.distill.method)} reads the features of each of the "
+            f"{len(recipe.distill.teacher_weights)} teachers, but a cache stores those of one",
+            "remove distill.cache, give one teacher, or use a method on logits such as kd",
+        )
     maps = [tap for tap in taps if tap not in CACHEABLE_TAPS]
     if maps:
         raise UserError(
