@@ -72,18 +72,15 @@ FORMULAS: dict[str, Formula] = {
 EQUAL_SIZES = ("ofd", "abound", "factor", "fsp", "kdsvd")
 """Methods whose authors define them for maps of equal sizes."""
 EQUAL_WIDTHS = ("fsp", "kdsvd")
-TOLERANCE = {"kdsvd": 1e-2}
-"""kdsvd iterates instead of decomposing."""
-SIGNED = ("WRN", "MobileNet")
-"""Stages that do not end in ReLU. Their singular values are so close here that kdsvd's iterations do not converge."""
+TOLERANCE = {"kdsvd": 1e-4}
+"""kdsvd iterates instead of decomposing, and where singular values are close, its gradient is bounded."""
 OPTIONS = {"crd": ("K:12", "dim:6")}
 
 
 def _cases() -> Iterator[tuple[str, str]]:
     for kind in FORMULAS:
         for family in FAMILIES:
-            unequal = kind.split()[0] in EQUAL_WIDTHS and family == "ShuffleNet V2"
-            if not unequal and (kind != "kdsvd" or family not in SIGNED):
+            if not (kind.split()[0] in EQUAL_WIDTHS and family == "ShuffleNet V2"):
                 yield kind, family
 
 

@@ -33,6 +33,7 @@ from drumline.distillation.method import (
     require_pairs,
     sum_of,
 )
+from drumline.distillation.methods.singular import singular_vectors
 from drumline.models.base import pool_to
 
 
@@ -68,28 +69,6 @@ def kdsvd(student: list[Tensor], teacher: list[Tensor], k: int = 1) -> Tensor:
         for (mine, theirs), (next_mine, next_theirs) in pairwise(points)
     ]
     return sum_of(losses)
-
-
-def singular_vectors(x: Tensor, count: int) -> Tensor:
-    """The `count` leading right singular vectors of matrices (n, P, C), as columns of (n, C, count), in order.
-
-    Orthogonal iteration from a fixed start: W ← XᵀX W/‖X‖², then Gram–Schmidt. After 25 iterations the error of
-    vector m is of the order (σ_{m+1}/σ_m)^50. Only the last 5 are differentiated, from a constant start. They give
-    the first terms of the series 1/(σ_m² − σ_j²) = Σ_r σ_j^2r/σ_m^(2r+2) in the exact gradient: close to it for
-    well-separated singular values, and bounded for equal ones, where the exact gradient does not exist. Library
-    decompositions are not used because they wait for the GPU. Vectors with σ² below about 1e-5 of ‖X‖² fade to zero.
-    """
-    channels = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)
-    waves = torch.arange(count, dtype=x.dtype, device=x.device)
-    # Waves of 0, 1, 2... radians per channel: linearly independent, and the first has the sign of a ReLU map.
-    found = torch.outer(channels + 0.5, waves).cos().expand(x.shape[0], -1, -1)
-    energy = x.square().sum((1, 2), keepdim=True) + _LEAST_ENERGY
-    with torch.no_grad():
-        for _ in range(_CONSTANT_ITERATIONS):
-            found = _iterate(x, found, energy)
-    for _ in range(_ITERATIONS - _CONSTANT_ITERATIONS):
-        found = _iterate(x, found, energy)
-    return found
 
 
 def flow(lower: Tensor, upper: Tensor, variant: Variant = "paper") -> Tensor:
@@ -178,10 +157,6 @@ class Fsp(Method):
         return fsp(mine, theirs, self.variant)
 
 
-_ITERATIONS = 25
-_CONSTANT_ITERATIONS = 20
-_LEAST_ENERGY = 1e-12
-_LEAST_NORM = 1e-5
 _MORE_CANDIDATES = 3
 _BLOCK = 1 << 24
 """Elements of the largest tensor that `kdsvd` builds: a block of channels × channels × k."""
@@ -189,22 +164,6 @@ _BLOCK = 1 << 24
 
 def _kernel_mean(x: Tensor, y: Tensor) -> Tensor:
     return (x @ y.mT).square().mean((1, 2))
-
-
-def _iterate(x: Tensor, found: Tensor, energy: Tensor) -> Tensor:
-    """One iteration: XᵀX W/‖X‖², with each column made orthogonal to the previous ones and normalised.
-
-    The norm is √(‖w‖² + 1e-10), so that neither a column of rounding errors nor its gradient is amplified.
-    """
-    stretched = x.mT @ (x @ found) / energy
-    columns: list[Tensor] = []
-    for index in range(found.shape[2]):
-        column = stretched[:, :, index : index + 1]
-        if columns:
-            before = torch.cat(columns, 2)
-            column = column - before @ (before.mT @ column)
-        columns.append(column / (column.square().sum(1, keepdim=True) + _LEAST_NORM**2).sqrt())
-    return torch.cat(columns, 2)
 
 
 def _aligned(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
