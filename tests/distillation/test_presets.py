@@ -99,6 +99,7 @@ SCHEDULE = [
     "optim.nesterov=false",
     "optim.weight_decay=0.0005",
     "optim.decay_all=true",
+    "optim.warmup_epochs=0",
     "optim.schedule=step",
     "optim.milestones=150,180,210",
     "optim.gamma=0.1",
@@ -177,6 +178,7 @@ SCHEDULE = [
                 "optim.nesterov=false",
                 "optim.weight_decay=0.0001",
                 "optim.decay_all=true",
+                "optim.warmup_epochs=0",
                 "optim.schedule=step",
                 "optim.milestones=30,60,90",
                 "optim.gamma=0.1",
@@ -327,6 +329,15 @@ def test_logit_standardisation_has_the_settings_of_its_logs(pair: str, T: float,
     given = fields(f"cifar100/kd+ls/{pair}")
     assert (float(given["distill.T"]), float(given["distill.a"]), given["distill.r"]) == (T, a, "0.1")
     assert given["distill.standardise"] == "true"
+
+
+def test_no_field_of_the_optimizer_is_left_to_the_run() -> None:
+    """A warm-up that the run chooses, of a twentieth of its epochs, is in no published recipe."""
+    for name in preset_names():
+        given = fields(name)
+        assert {"data.batch", "train.epochs", "optim.lr"} < set(given)
+        assert given["optim.warmup_epochs"] == "0"
+    assert (Recipe().optim.clip, Recipe().train.label_smoothing) == (0, 0)
 
 
 def test_imagenet_has_weights_of_its_own() -> None:

@@ -140,6 +140,7 @@ def _schedule(benchmark: Benchmark, network: str, settings: Settings) -> list[st
         f"optim.nesterov={str(settings.nesterov).lower()}",
         f"optim.weight_decay={benchmark.weight_decay}",
         f"optim.decay_all={str(settings.decay_all).lower()}",
+        "optim.warmup_epochs=0",
         "optim.schedule=step",
         f"optim.milestones={','.join(map(str, settings.milestones or benchmark.milestones))}",
         "optim.gamma=0.1",
