@@ -20,8 +20,8 @@ def test_a_reading_holds_the_sums_since_the_one_before() -> None:
     meter.correct.add_(2)
     meter.samples.add_(4)
     reader.request(10)
-    assert meter.sums.tolist() == [0, 0, 0]
-    meter.sums += torch.tensor([1.0, 1, 2])
+    assert meter.sums.tolist() == [0, 0, 0, 0]
+    meter.sums += torch.tensor([1.0, 1, 2, 0])
     reader.request(20)
     assert reader.ready() == [Reading(10, 6.0, 2, 4), Reading(20, 1.0, 1, 2)]
     assert reader.ready() == []
@@ -33,7 +33,7 @@ def test_a_peek_leaves_the_meter_as_it_is_and_gives_the_newest_sums() -> None:
     reader = MeterReader(meter, single_process(tiny.CPU))
     assert reader.peeked() is None
     for step in (1, 2):
-        meter.sums += torch.tensor([3.0, 1, 2])
+        meter.sums += torch.tensor([3.0, 1, 2, 0])
         reader.peek(step)
     assert reader.peeked() == Reading(2, 6.0, 2, 4)
     assert reader.peeked() is None
@@ -45,6 +45,7 @@ def test_loss_and_accuracy_are_means_over_samples() -> None:
     reading = Reading(step=1, loss_sum=6.0, correct=3, samples=4)
     assert (reading.loss, reading.accuracy) == (1.5, 0.75)
     assert Reading(1, 0.0, 0, 0).loss == 0
+    assert Reading(1, 6.0, correct=1, samples=4, unlabelled=2).accuracy == 0.5
 
 
 def test_ready_does_not_wait_for_late_readings() -> None:
@@ -58,11 +59,11 @@ def test_ready_does_not_wait_for_late_readings() -> None:
         def synchronize(self) -> None:
             self.done = True
 
-    reader = MeterReader(torch.zeros(3, dtype=torch.float64), single_process(tiny.CPU))
+    reader = MeterReader(torch.zeros(4, dtype=torch.float64), single_process(tiny.CPU))
     first, second = Event(), Event()
     second.done = True
     for step, event in ((1, first), (2, second)):
-        late = HostCopy(torch.tensor([1.0, 1, 1]))
+        late = HostCopy(torch.tensor([1.0, 1, 1, 0]))
         late._event = event  # type: ignore[assignment]
         reader._requested.append((step, late))
     assert reader.ready() == []
@@ -82,4 +83,4 @@ def test_a_reading_covers_the_whole_world(size: int) -> None:
     for result in ranks.results(size):
         assert result["reading"]["samples"] == 30
         assert result["reading"]["loss_sum"] == pytest.approx(loss, rel=1e-4)
-        assert result["meter_after"] == [0, 0, 0]
+        assert result["meter_after"] == [0, 0, 0, 0]

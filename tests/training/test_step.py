@@ -62,7 +62,7 @@ def test_a_step_has_the_loss_and_gradient_of_the_whole_batch(accumulate: int) ->
             correct = (logits.argmax(1) == batch.labels).sum()
         step.meter.sums.zero_()
         step(batch, index, RATES[index])
-        assert step.meter.sums.tolist() == pytest.approx([11 * loss.item(), correct.item(), 11], rel=1e-5)
+        assert step.meter.sums.tolist() == pytest.approx([11 * loss.item(), correct.item(), 11, 0], rel=1e-5)
         for parameter, gradient in zip(trained.module.parameters(), gradients[index], strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
     for ours, theirs in zip(trained.module.parameters(), model.parameters(), strict=True):

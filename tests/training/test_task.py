@@ -105,6 +105,29 @@ def test_class_weights_scale_each_label_and_do_not_depend_on_how_a_batch_is_divi
     assert total == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_samples_without_a_label_have_no_loss_and_the_others_that_of_their_mean(mixed: bool) -> None:
+    """A mixed image counts with the labels that it has."""
+    batch = tiny.make(12, mix=plan(Transform(8, "none", mixup=0.4), 12) if mixed else None)
+    logits = torch.randn(12, tiny.CLASSES)
+    labels = batch.labels.clone()
+    labels[::3] = -1
+    weights = torch.rand(tiny.CLASSES)
+    outcome = Classification(0.1, tiny.CLASSES, weights, labelled=8 / 12)(
+        _giving(logits), torch.empty(0), batch._replace(labels=labels)
+    )
+    expected = 0.0
+    for i in range(12):
+        share = float(batch.mix[i, 1]) if mixed else 1.0
+        for label, part in ((labels[i], share), (labels[i ^ 1], 1 - share)):
+            if label >= 0:
+                loss = nn.functional.cross_entropy(logits[i], label, label_smoothing=0.1)
+                expected += part * float(weights[label] * loss)
+    assert outcome.loss.item() == pytest.approx(expected * 12 / 8, rel=1e-5)
+    assert outcome.unlabelled is not None
+    assert (int(outcome.unlabelled), int(outcome.correct)) == (4, int((logits.argmax(1) == labels).sum()))
+
+
 def test_correct_counts_the_images_own_label() -> None:
     batch = tiny.make(40)
     logits = torch.randn(40, tiny.CLASSES)

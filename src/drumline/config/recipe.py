@@ -58,6 +58,9 @@ class Distill:
     method: tuple[str, ...] = ("kd",)
     """Distillation methods, such as `kd`, `dkd`, `crd` or `reviewkd`, or your own as `package.module:Class`; several
     as `crd,rkd`. docs/distillation.md describes all of them. kd can be added to any method with its weight `a`."""
+    unlabelled: Annotated[str, PerMachine(path=True)] = ""
+    """Folder or tar file of images without labels, found at any depth, to train on in addition. The methods compare
+    student and teacher on all images; cross-entropy and training accuracy are means over the labelled ones."""
     r: Annotated[AutoFloat, Range(0)] = "auto"
     """Weight of the cross-entropy with the labels. `auto`: as in the method's paper."""
     a: Annotated[AutoFloat, Range(0)] = "auto"

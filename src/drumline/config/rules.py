@@ -194,6 +194,12 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     yield from _own_optimizer(recipe)
     if recipe.distill.cache_top and not recipe.distill.cache:
         yield Problem("distill.cache_top", "has no effect without distill.cache", "give distill.cache too")
+    if recipe.distill.unlabelled and data.balance != "none":
+        yield Problem(
+            "distill.unlabelled",
+            f"data.balance = {data.balance} draws by class, and images without labels have none",
+            "set data.balance to none; train.class_weights=balanced weights the classes instead",
+        )
     if recipe.distill.cache and data.balance != "none":
         yield Problem(
             "distill.cache",

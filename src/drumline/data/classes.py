@@ -139,7 +139,7 @@ def some_names(names: Sequence[str]) -> str:
 
 
 def _present(source: Dataset) -> set[int]:
-    return set(np.unique(source.labels).tolist())
+    return set(np.unique(source.labels[source.labels >= 0]).tolist())
 
 
 def _missing(model: Classes, data: Classes, present: Collection[int]) -> str:

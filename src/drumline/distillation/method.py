@@ -80,6 +80,7 @@ class LossInputs:
     helper_outputs: Taps
     """The output of the method's helper."""
     labels: Tensor
+    """Class numbers; -1 for an image without a label."""
     samples: Tensor
     """Sample ids."""
     memory: Memory | None = None
@@ -159,7 +160,8 @@ class Method:
     on_logits: ClassVar[bool] = False
     """Whether it compares logits. Logit standardisation applies only then."""
     mixes: ClassVar[bool] = True
-    """Whether it is defined for mixed images (mixup, cutmix)."""
+    """Whether it is defined for images without one class: mixed ones (mixup, cutmix), and those without a label
+    (`distill.unlabelled`)."""
     helper_reads_teacher: ClassVar[bool] = False
     """Whether its helper reads the teacher's taps. If no helper does, student and teacher run concurrently on a
     GPU."""

@@ -179,7 +179,7 @@ class Distillation(Objective):
         if self.agreement:
             with torch.no_grad():
                 sums.append((student.logits.argmax(1) == teacher.logits.argmax(1)).sum().to(total.dtype))
-        return LossSums(total, labels.correct, torch.stack(sums))
+        return LossSums(total, labels.correct, torch.stack(sums), labels.unlabelled)
 
     def _in_fp32(self, student: StudentOutput, teacher: TeacherOutput) -> tuple[StudentOutput, TeacherOutput]:
         """The tensors that the losses read, in fp32."""

@@ -173,6 +173,12 @@ def check_selection(selection: Selection, recipe: Recipe) -> None:
                 "samples one by one, such as kd",
             )
     unmixed = [each.name for each in selection.methods if not each.method.mixes]
+    if unmixed and recipe.distill.unlabelled:
+        raise UserError(
+            f"distill.method = {', '.join(unmixed)}: needs the class of every image, which those of "
+            "distill.unlabelled do not have",
+            "remove distill.unlabelled, or use a different method, such as kd or dist",
+        )
     if unmixed and (recipe.data.mixup or recipe.data.cutmix):
         raise UserError(
             f"distill.method = {', '.join(unmixed)}: needs one class per image, but a mixed image has two",

@@ -29,6 +29,7 @@ from drumline.core.text import near, printable
 from drumline.data.classes import some_names
 from drumline.data.feed.balance import Balance, class_weights
 from drumline.data.sources import Dataset
+from drumline.data.sources.base import known_labels
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) to one loss per sample."""
@@ -65,7 +66,9 @@ def loss_weights(
     """The weight of each class in the loss, with a mean of 1 over the samples that are drawn. `named`: the weights of
     some classes (the others have 1); None: in inverse proportion to how often a class is drawn."""
     names = dataset.classes
-    drawn = class_weights(np.bincount(dataset.labels, minlength=len(names)), balance).astype(np.float64)
+    drawn = class_weights(np.bincount(known_labels(dataset), minlength=len(names)), balance).astype(
+        np.float64
+    )
     if named is None:
         weights = np.divide(1.0, drawn, out=np.zeros(len(names)), where=drawn > 0)
     else:

@@ -227,6 +227,8 @@ class Reading:
     samples: int
     terms: tuple[float, ...] = ()
     """Sums of the objective's own terms."""
+    unlabelled: int = 0
+    """Samples without a label, which are not counted in `accuracy`."""
 
     @property
     def loss(self) -> float:
@@ -234,7 +236,7 @@ class Reading:
 
     @property
     def accuracy(self) -> float:
-        return self.correct / max(1, self.samples)
+        return self.correct / max(1, self.samples - self.unlabelled)
 
 
 class MeterReader:
@@ -280,5 +282,5 @@ def _arrived(copies: deque[tuple[int, HostCopy]]) -> list[Reading]:
 
 
 def _reading(step: int, copy: HostCopy) -> Reading:
-    loss, correct, samples, *terms = copy.values().tolist()
-    return Reading(step, loss, int(correct), int(samples), tuple(terms))
+    loss, correct, samples, unlabelled, *terms = copy.values().tolist()
+    return Reading(step, loss, int(correct), int(samples), tuple(terms), int(unlabelled))

@@ -40,7 +40,7 @@ from drumline.data.sources import (
     open_dataset,
     spec_of,
 )
-from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped
+from drumline.data.sources.base import NoEvalSplit, NoTrainSplit, describe_skipped, known_labels
 from drumline.parallel.strategy import uses_channels_last
 from drumline.parallel.world import World
 from drumline.state.folder import claimed
@@ -195,6 +195,8 @@ def open_sets(recipe: Recipe, world: World, to_score: bool = False) -> Sets:
     again = bool(claimed())  # a start of this very run has opened the data before
     name = detect_source(data.source, data.path, again, data.labels)
     train_spec, eval_spec = spec_of(data, name, "train"), spec_of(data, name, "eval")
+    if not to_score:
+        train_spec = replace(train_spec, unlabelled=recipe.distill.unlabelled)
     try:
         train, evaluation = open_dataset(train_spec, again), open_dataset(eval_spec, again)
     except (NoEvalSplit, NoTrainSplit):
@@ -267,13 +269,14 @@ def describe_sampling(
     shares: ClassShares | None,
     weights: NDArray[np.float64] | None,
 ) -> list[str]:
-    """Lines for the log: how sampling and weights treat the largest and the smallest class, or that the classes are
-    imbalanced and neither is set."""
-    sizes = np.bincount(dataset.labels)
+    """Lines for the log: how many images have no labels, how sampling and weights treat the largest and the smallest
+    class, or that the classes are imbalanced and neither is set."""
+    sizes = np.bincount(known_labels(dataset))
     most = int(sizes.argmax())
     least = int(np.where(sizes > 0, sizes, sizes.max() + 1).argmin())
     ends = [f"'{printable(dataset.classes[label])}'" for label in (most, least)]
-    lines = []
+    unlabelled = len(dataset) - int(sizes.sum())
+    lines = [f"{unlabelled:,} of {len(dataset):,} training images have no labels"] * bool(unlabelled)
     if shares is not None:
         counts = shares.counts(0)
         parts = [
@@ -286,7 +289,12 @@ def describe_sampling(
             f"class {name} {weights[label]:.3g}" for name, label in zip(ends, (most, least), strict=True)
         ]
         lines.append(f"class weights in the training loss: {' and '.join(parts)}")
-    if not lines and not source_named(dataset.name).made_up and sizes[most] >= IMBALANCED * sizes[least]:
+    if (
+        shares is None
+        and weights is None
+        and not source_named(dataset.name).made_up
+        and sizes[most] >= IMBALANCED * sizes[least]
+    ):
         lines.append(
             f"the training set is imbalanced: class {ends[0]} has {sizes[most]:,} samples, class {ends[1]} "
             f"{sizes[least]:,} (the smallest of {np.count_nonzero(sizes):,}). To draw small classes more often, set "

@@ -194,6 +194,8 @@ class TrainStep:
         meter.loss.add_(sums.loss.detach())
         meter.correct.add_(sums.correct)
         meter.samples.add_(len(batch.labels))
+        if sums.unlabelled is not None:
+            meter.unlabelled.add_(sums.unlabelled)
         if sums.terms is not None:
             meter.terms.add_(sums.terms)
         loss: torch.Tensor = self.state.scaler.scale(sums.loss * (self.strategy.weight / self.global_batch))

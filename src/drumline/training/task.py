@@ -21,6 +21,7 @@ from drumline.data.classes import Classes
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.loader import Batches
 from drumline.data.feed.sampler import Request
+from drumline.data.sources.base import NO_LABEL, known_labels
 from drumline.observe.display import Display
 from drumline.parallel.strategy import Cut, Strategy
 from drumline.training.losses import Loss, OwnLoss, cross_entropy, make_loss
@@ -37,15 +38,17 @@ class LossSums(NamedTuple):
     correct: torch.Tensor
     terms: torch.Tensor | None = None
     """One sum for each of the objective's `terms`."""
+    unlabelled: torch.Tensor | None = None
+    """How many samples have no label; None if all have one."""
 
 
 class Meter:
     """Running sums on the device. The fields are views of `sums`, one vector, so that reading them is one copy."""
 
     def __init__(self, terms: int, device: torch.device) -> None:
-        self.sums = torch.zeros(3 + terms, dtype=torch.float64, device=device)
-        self.loss, self.correct, self.samples = self.sums[:3].unbind()
-        self.terms = self.sums[3:]
+        self.sums = torch.zeros(4 + terms, dtype=torch.float64, device=device)
+        self.loss, self.correct, self.samples, self.unlabelled = self.sums[:4].unbind()
+        self.terms = self.sums[4:]
         """The objective's own terms."""
 
 
@@ -92,11 +95,14 @@ class Classification(Objective):
         classes: int = 1,
         weights: torch.Tensor | None = None,
         loss: Loss | None = None,
+        labelled: float = 1.0,
     ) -> None:
         """`weights`: one per class. A sample counts with the weight of its label, and a mixed one with those of both
         its labels. The sum is divided by the number of samples, not by their weights, so it does not depend on how
-        the batch is divided. `loss` replaces cross-entropy with label smoothing."""
-        self.classes, self.weights = classes, weights
+        the batch is divided. `loss` replaces cross-entropy with label smoothing. `labelled`: the fraction of the
+        training samples that have a label. The loss of these is divided by it, and that of the others is 0: over an
+        epoch, the mean is that over the labelled samples, however they fall into batches."""
+        self.classes, self.weights, self.labelled = classes, weights, labelled
         self.loss = loss or partial(cross_entropy, smoothing=label_smoothing)
 
     @staticmethod
@@ -107,6 +113,7 @@ class Classification(Objective):
             classes=classes,
             weights=None if weights is None else torch.from_numpy(weights).to(sets.device, torch.float32),
             loss=make_loss(recipe.train, classes, sets.device),
+            labelled=len(known_labels(sets.train)) / len(sets.train),
         )
 
     def __call__(self, model: nn.Module, images: torch.Tensor, batch: Batch) -> LossSums:
@@ -122,10 +129,17 @@ class Classification(Objective):
             losses = share * losses + (1 - share) * self.losses(logits, partner(batch.labels))
         with torch.no_grad():
             correct = (logits.argmax(dim=1) == batch.labels).sum()
-        return LossSums(losses.sum(), correct)
+            unlabelled = None if self.labelled == 1 else (batch.labels == NO_LABEL).sum()
+        return LossSums(losses.sum(), correct, unlabelled=unlabelled)
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One loss per sample."""
+        if self.labelled != 1:
+            losses = self._labelled_losses(logits, labels.clamp(min=0)) / self.labelled
+            return torch.where(labels == NO_LABEL, 0.0, losses)
+        return self._labelled_losses(logits, labels)
+
+    def _labelled_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = self.loss(logits, labels)
         return losses if self.weights is None else losses * self.weights[labels]
 

@@ -33,7 +33,6 @@ from drumline.data.feed.sampler import Request
 from drumline.data.feed.transform import COLUMNS, Transform
 from drumline.data.sources import EncodedDataset
 from drumline.data.sources.base import MappedFiles
-from drumline.data.sources.folder import FolderDataset
 from drumline.native import Pool, Work
 
 READ_AHEAD, MADE_AHEAD = 2, 2
@@ -138,8 +137,8 @@ class Slot:
             self.dataset.read_ahead(samples)
             self.sound = rest.submit(self.dataset.sound_jpegs, samples)
             self._submit(readers, native.READ_SIZES)
-        elif isinstance(self.dataset, FolderDataset):
-            paths = (ctypes.c_char_p * count)(*self.dataset.paths(samples))
+        elif (files := self.dataset.file_paths(samples)) is not None:
+            paths = (ctypes.c_char_p * count)(*files)
             self.borrowed = [paths]
             self._submit(readers, native.READ_FILES, paths)
         else:

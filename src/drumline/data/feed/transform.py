@@ -145,7 +145,9 @@ def normalization(data: Data, dataset: Dataset) -> tuple[tuple[float, ...], tupl
     """Mean and standard deviation per channel: the recipe's, else those of an array dataset, else ImageNet's."""
     if data.mean:
         return data.mean, data.std
-    return channel_statistics(dataset) if isinstance(dataset, ArrayDataset) else (IMAGENET_MEAN, IMAGENET_STD)
+    if isinstance(dataset, ArrayDataset):
+        return channel_statistics(dataset.labelled)
+    return IMAGENET_MEAN, IMAGENET_STD
 
 
 def channel_statistics(source: ArrayDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:

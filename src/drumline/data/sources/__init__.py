@@ -23,6 +23,7 @@ from drumline.data.sources.base import (
 )
 from drumline.data.sources.divide import reject_holdout
 from drumline.data.sources.shards import is_pattern
+from drumline.data.sources.unlabelled import add_unlabelled
 
 __all__ = [
     "ArrayDataset",
@@ -88,7 +89,7 @@ def _open(spec: DatasetSpec) -> Dataset:
     if not source.may_hold_out:
         reject_holdout(spec, f"the source {spec.source}")
     opened: Dataset = resolve_name(source.open)(spec)
-    return opened
+    return add_unlabelled(opened, spec) if spec.unlabelled else opened
 
 
 def _detect(source: str, path: str) -> str:

@@ -26,6 +26,8 @@ from drumline.data.reading import open_error, open_regular
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 MAX_CLASSES = 1_000_000
+NO_LABEL = -1
+"""The label of an image without one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class DatasetSpec:
     fold: int = 0
     split_seed: int = 0
     """Seed of the division by `holdout` or `folds`."""
+    unlabelled: str = ""
+    """A folder or tar of images without labels, to add to the split."""
 
     @property
     def divides(self) -> bool:
@@ -107,7 +111,7 @@ class ArrayDataset:
         assert images.shape[3] in (1, 3), images.shape
         assert labels.dtype == np.int64, labels.dtype
         assert len(labels) > 0
-        assert 0 <= labels.min() <= labels.max() < len(classes)
+        assert NO_LABEL <= labels.min() <= labels.max() < len(classes)
         self.name, self.images, self.labels, self.classes = name, images, labels, classes
         self._check_length()
 
@@ -123,6 +127,14 @@ class ArrayDataset:
     def take(self, ids: NDArray[np.integer]) -> Images:
         """A contiguous copy of these samples, in this order: (n, H, W, C) uint8."""
         return np.ascontiguousarray(self.images[ids])
+
+    @property
+    def labelled(self) -> ArrayDataset:
+        """Without the images that have no label, which come last."""
+        count = int(np.count_nonzero(self.labels != NO_LABEL))
+        if count == len(self):
+            return self
+        return ArrayDataset(self.name, self.images[:count], self.labels[:count], self.classes)
 
     def _check_length(self) -> None:
         assert len(self.images) == len(self.labels), (len(self.images), len(self.labels))
@@ -149,7 +161,7 @@ class EncodedDataset(ABC):
     def __init__(self, name: str, labels: Labels, classes: tuple[str, ...]) -> None:
         assert labels.dtype == np.int64, labels.dtype
         assert len(labels) > 0
-        assert 0 <= labels.min() <= labels.max() < len(classes)
+        assert NO_LABEL <= labels.min() <= labels.max() < len(classes)
         self.name, self.labels, self.classes = name, labels, classes
 
     def __len__(self) -> int:
@@ -179,6 +191,10 @@ class EncodedDataset(ABC):
     def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
         """The stored size of each sample in bytes; -1 if it is not known."""
         return [-1] * len(samples)
+
+    def file_paths(self, samples: NDArray[np.integer]) -> Sequence[bytes] | None:
+        """The file of each sample, as the system writes its path; None if not every sample is a file of its own."""
+        return None
 
     def decoded(self, sample: int) -> Images | None:
         """The pixels, (H, W, C), of a sample that is stored decoded; None if `read` must be decoded."""
@@ -269,6 +285,11 @@ class NameBlock:
 
 
 Dataset = ArrayDataset | EncodedDataset
+
+
+def known_labels(dataset: Dataset) -> Labels:
+    """The labels of the samples that have one."""
+    return dataset.labels[dataset.labels != NO_LABEL]
 
 
 class NoEvalSplit(UserError):

@@ -22,6 +22,7 @@ from drumline.core.errors import LostError, UserError
 from drumline.core.text import either, near
 from drumline.data.reading import USERS, NotRegular, not_regular, open_error, patiently, read_whole
 from drumline.data.sources.base import (
+    NO_LABEL,
     DatasetSpec,
     EncodedDataset,
     Labels,
@@ -81,8 +82,7 @@ class FolderDataset(EncodedDataset):
     def sample_sizes(self, samples: NDArray[np.integer]) -> list[int]:
         return [_size(self.where(sample)) for sample in samples.tolist()]
 
-    def paths(self, samples: NDArray[np.integer]) -> list[bytes]:
-        """The paths of many samples, as the system writes them."""
+    def file_paths(self, samples: NDArray[np.integer]) -> list[bytes]:
         return [os.fsencode(self._files.path(row)) for row in self._rows[samples].tolist()]
 
 
@@ -118,6 +118,17 @@ def open_folder(spec: DatasetSpec) -> FolderDataset:
             )
     files, labels, others = _scan(root, names, classes)
     return FolderDataset(labels, tuple(classes), files, np.arange(len(labels)), others)
+
+
+def open_unlabelled_folder(root: Path) -> FolderDataset:
+    """All images below a folder, in the order of their paths, without labels."""
+    others: Counter[str] = Counter()
+    files = Files(sorted(_walk(str(root), others)))
+    rows = np.arange(len(files.folder_of), dtype=np.int64)
+    if not len(rows):
+        kinds = f"; its files end in {_some(sorted(others))}" if others else ""
+        raise UserError(f"{root} has no images{kinds}", fix=f"add images ({' '.join(EXTENSIONS)})")
+    return FolderDataset(np.full(len(rows), NO_LABEL), (), files, rows, others)
 
 
 class Files:

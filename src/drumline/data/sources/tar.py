@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from drumline.core.errors import UserError
 from drumline.data.reading import open_error, open_regular
 from drumline.data.sources.base import (
+    NO_LABEL,
     DatasetSpec,
     Images,
     MappedFiles,
@@ -116,6 +117,15 @@ def open_tar(spec: DatasetSpec) -> TarFiles:
         for other in folder.others
     )
     return source
+
+
+def open_unlabelled_tar(file: Path) -> TarFiles:
+    """All images of an archive, in the order of their paths, without labels."""
+    folders = sorted(_walk(_tree(open_archive(file), file)), key=lambda folder: folder.path)
+    found = [_image(folder, name, NO_LABEL) for folder in folders for name in sorted(folder.images)]
+    if not found:
+        raise UserError(f"{file} has no images", fix=f"add images ({' '.join(EXTENSIONS)})")
+    return TarFiles(file, (), found, np.arange(len(found), dtype=np.int64))
 
 
 def open_archive(file: Path) -> Images:
@@ -304,15 +314,18 @@ def _images(root: _Folder, names: list[str], classes: list[str], file: Path) -> 
     for name in names:
         before = len(found)
         for folder in sorted(_walk(root.folders[name]), key=lambda folder: folder.path):
-            for file_name in sorted(folder.images):
-                member = folder.images[file_name]
-                found.append(_Image(f"{folder.path}/{file_name}", number[name], member.offset, member.length))
+            found += [_image(folder, file_name, number[name]) for file_name in sorted(folder.images)]
         if len(found) == before:
             raise UserError(
                 f"{file}: class {name!r} has no images",
                 fix=f"add images ({' '.join(EXTENSIONS)}) or leave the folder out",
             )
     return found
+
+
+def _image(folder: _Folder, name: str, label: int) -> _Image:
+    member = folder.images[name]
+    return _Image(f"{folder.path}/{name}".lstrip("/"), label, member.offset, member.length)
 
 
 def _walk(folder: _Folder) -> Iterator[_Folder]:
