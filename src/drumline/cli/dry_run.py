@@ -242,6 +242,7 @@ class _DryRun:
         selection = select_methods(distill)
         names = check_teachers(distill)
         by = ", ".join(f"{name} ({path})" for name, path in zip(names, distill.teacher_weights, strict=True))
+        by = by or distill.self_taught
         messages: list[str] = []
         if self._is_untrusted(names, "distill.teacher"):
             by += "; not built, because that would run its code; --trust allows it"

@@ -52,7 +52,8 @@ class Distill:
 
     teacher: tuple[str, ...] = ()
     """Model name of the teacher; several names are an ensemble. Empty: the model of the run that `teacher_weights`
-    names."""
+    names. Without `teacher_weights`: `ema`, the moving average of the student (`train.ema`), or `peer`, a second
+    student with a different seed, where each learns from the other."""
     teacher_weights: Annotated[tuple[str, ...], PerMachine(path=True)] = ()
     """Run folder, checkpoint or weights file of each teacher."""
     method: tuple[str, ...] = ("kd",)
@@ -101,6 +102,11 @@ class Distill:
     of processes read it and do not compute the teacher again. Empty: the teacher runs at every step."""
     cache_top: Annotated[int, Range(0)] = 0
     """Store only this many of a sample's largest logits; the others share the remaining probability. 0: all."""
+
+    @property
+    def self_taught(self) -> str:
+        """`ema` or `peer` if the teacher is trained with the student; otherwise empty."""
+        return self.teacher[0] if self.teacher in (("ema",), ("peer",)) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,6 +194,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     yield from _own_optimizer(recipe)
     if recipe.distill.cache_top and not recipe.distill.cache:
         yield Problem("distill.cache_top", "has no effect without distill.cache", "give distill.cache too")
+    yield from _self_taught(recipe)
     if recipe.distill.unlabelled and data.balance != "none":
         yield Problem(
             "distill.unlabelled",
@@ -279,6 +280,37 @@ def process_problems(recipe: Recipe, world: int) -> Iterator[Problem]:
             f"too small for {counted(world, 'process', 'processes')}{micro}{pairs}",
             f"give at least {least}, or fewer processes or micro-batches",
         )
+
+
+def _self_taught(recipe: Recipe) -> Iterator[Problem]:
+    """What cannot be combined with a teacher that is trained with the student."""
+    distill, train, optim = recipe.distill, recipe.train, recipe.optim
+    if not distill.self_taught:
+        return
+    teacher = f"distill.teacher = {distill.self_taught}"
+    for name in ("teacher_weights", "teacher_taps", "teacher_precision", "teacher_layout", "shares", "cache"):
+        if getattr(distill, name) != getattr(type(distill)(), name):
+            yield Problem(
+                f"distill.{name}", f"{teacher} is trained with the student", "remove one of the two"
+            )
+    layout = layout_named(recipe.parallel.layout)
+    if layout.staged or layout.shards_state:
+        yield Problem("parallel.layout", f"{teacher} needs whole models in each process", "use ddp")
+    if distill.self_taught == "ema" and not train.ema:
+        yield Problem(
+            "train.ema", f"{teacher} is this average of the student", "give one, such as train.ema=0.999"
+        )
+    if distill.self_taught == "peer":
+        unequal = (
+            ("train.freeze", bool(train.freeze)),
+            ("optim.layer_decay", optim.layer_decay != 1),
+            ("optim.head_lr", optim.head_lr not in (AUTO, 1)),
+        )
+        for name, differs in unequal:
+            if differs:
+                yield Problem(
+                    name, f"would affect only one of the two students of {teacher}", "remove one of the two"
+                )
 
 
 def _supervision(recipe: Recipe) -> Iterator[Problem]:

@@ -6,8 +6,9 @@ measured before the first step. Mismatched taps, classes, processes or caches ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,14 @@ from drumline.distillation.objective import (
 )
 from drumline.distillation.own_method import own_code
 from drumline.distillation.selection import Selection, check_selection, select_methods
+from drumline.distillation.self_taught import (
+    PEER_SEED,
+    AverageDistillation,
+    MutualDistillation,
+    StudentWithPeer,
+    check_self_taught,
+    describe_self_taught,
+)
 from drumline.distillation.staged_teacher import (
     PipelinedTeacher,
     cut_teacher,
@@ -77,18 +86,23 @@ def distillation_task(
     of the earlier phases, in order."""
     selection = select_methods(recipe.distill, phase)
     check_selection(selection, recipe)
-    return _Builder(recipe, sets, plan, strategy, display, selection, previous).task()
+    kind = _SelfTaughtBuilder if recipe.distill.self_taught else _Builder
+    return kind(recipe, sets, plan, strategy, display, selection, previous).task()
 
 
 def check_fit(recipe: Recipe, student: nn.Module, teachers: list[LoadedTeacher], sets: Sets) -> None:
     """Raises the `UserError` that a run would raise if a method, in any phase, does not fit student and teachers."""
     initial = [name for name, epochs in select_methods(recipe.distill).initial if epochs]
+    taught = recipe.distill.self_taught
+    teachers = teachers or [LoadedTeacher(taught, "", student)]
     for phase in (*initial, ""):
         selection = select_methods(recipe.distill, phase)
         check_selection(selection, recipe)
         networks = fit_networks(recipe, selection, student, teachers, sets.transform.size)
         module = networks.with_helpers(recipe.run.seed)
         try_own_methods(networks, module, selection, sets.transform.size)
+        if taught:
+            check_self_taught(recipe, networks, module)
         if recipe.distill.cache and not phase:
             check_cacheable(recipe, networks.teacher_taps, sets.name)
 
@@ -169,6 +183,8 @@ class _Builder:
         student, messages = initial_model(self.recipe, self.classes, self.world)
         student = self.strategy.place(student)
         teachers = load_teachers(self.recipe, self.classes, self.world, on_host=self.stages is not None)
+        if taught := self.recipe.distill.self_taught:
+            teachers = [LoadedTeacher(taught, "", student)]
         networks = fit_networks(self.recipe, self.selection, student, teachers, self.size)
         self.messages += messages
         self.messages += [message for each in teachers for message in each.messages]
@@ -259,19 +275,25 @@ class _Builder:
         concurrent: bool,
     ) -> Distillation:
         return Distillation(
-            terms=self._terms(networks, module),
-            r=self.selection.r,
-            classification=Classification.of(self.recipe, self.sets),
             run_teacher=run_teacher,
-            global_batch=self._global_batch(),
-            device=self.world.device,
-            per_epoch=self.plan.per_epoch,
-            total=self.plan.total,
             teacher=teacher,
-            standardise=self.recipe.distill.standardise,
             concurrent=concurrent and not networks.reading_teacher,
             agreement=not networks.foreign,
+            **self._loss(networks, module),
         )
+
+    def _loss(self, networks: FittedNetworks, module: StudentWithHelpers) -> dict[str, Any]:
+        """The arguments of an objective that do not depend on the kind of teacher."""
+        return {
+            "terms": self._terms(networks, module),
+            "r": self.selection.r,
+            "classification": Classification.of(self.recipe, self.sets),
+            "global_batch": self._global_batch(),
+            "device": self.world.device,
+            "per_epoch": self.plan.per_epoch,
+            "total": self.plan.total,
+            "standardise": self.recipe.distill.standardise,
+        }
 
     def _terms(self, networks: FittedNetworks, module: StudentWithHelpers) -> list[LossTerm]:
         """The methods with everything that they need. Creates their memories."""
@@ -301,6 +323,28 @@ class _Builder:
             return AcrossShards(lockstep)
         slices = [self.strategy.batch_slice(replica) for replica in range(peers.size)]
         return AcrossRanks(peers, [each.stop - each.start for each in slices])
+
+
+class _SelfTaughtBuilder(_Builder):
+    """Builds the task of a student whose teacher is trained with it."""
+
+    def task(self) -> Task:
+        recipe, networks = self.recipe, self._networks()
+        module = self._module(networks)
+        check_self_taught(recipe, networks, module)
+        try_own_methods(networks, module, self.selection, self.size)
+        self.strategy.sync_batchnorm(module.student)
+        arguments = self._loss(networks, module)
+        if recipe.distill.self_taught == "ema":
+            objective: Distillation = AverageDistillation(concurrent=True, **arguments)
+        else:
+            seeded = replace(recipe, run=replace(recipe.run, seed=recipe.run.seed ^ PEER_SEED))
+            peer, _ = initial_model(seeded, self.classes, self.world)
+            module = StudentWithPeer(module.student, self.strategy.place(peer))
+            self.strategy.sync_batchnorm(module.peer)
+            objective = MutualDistillation(**arguments)
+        messages = (*self.messages, describe_self_taught(recipe), self.selection.describe())
+        return Task(module, networks.model, objective, messages=messages)
 
 
 def _load_phases(

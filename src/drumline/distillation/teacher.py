@@ -272,10 +272,18 @@ def load_teachers(
 def check_teachers(distill: Distill) -> tuple[str, ...]:
     """The model name of each teacher. Rejects invalid settings without building a model."""
     names, weights = distill.teacher, distill.teacher_weights
+    if distill.self_taught:
+        if initial := [name for name, epochs in select_methods(distill).initial if epochs]:
+            raise UserError(
+                f"distill.method = {', '.join(initial)}: has an initial phase, which needs a trained teacher",
+                f"use a different method with distill.teacher={distill.self_taught}, such as kd",
+            )
+        return ()
     if not weights:
         raise UserError(
             "distill.teacher_weights is empty: distillation needs a trained teacher",
-            "train one (drumline train) and give its run folder, or a weights file",
+            "train one (drumline train) and give its run folder, or a weights file; or learn without one: "
+            "distill.teacher=ema or distill.teacher=peer",
         )
     if names and len(names) != len(weights):
         raise UserError(

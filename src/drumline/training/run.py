@@ -215,6 +215,7 @@ class Run:
             SetupContext(self.task.cut, self.sets.transform.size, saved, display.log),
             frozen=() if self.plan.unfreeze and step >= self.plan.unfreeze else recipe.train.freeze,
         )
+        self.task.objective.use_average(self.state.average.module if self.state.average else None)
         gate = NonFiniteGate(
             self.state.module,
             self.state.optimizer,

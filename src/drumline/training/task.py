@@ -73,6 +73,9 @@ class Objective:
         """Raises an error if something it owns, such as a teacher, has changed. Called after the first step and each
         epoch."""
 
+    def use_average(self, average: nn.Module | None) -> None:
+        """Called once with the moving average of the model, if the recipe has one (`train.ema`)."""
+
     def live(self) -> list[torch.Tensor]:
         """The tensors of its own that a step writes."""
         return []
