@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from drumline.config.recipe import Checkpoint, Data, Distill, Model, Optim, Parallel, Recipe, Run, Train
+from drumline.core.account import DATA, within
 from drumline.data.feed.batch import Batch
 from drumline.data.feed.transform import IMAGENET_MEAN, IMAGENET_STD
 from drumline.models import create_model
@@ -157,9 +158,10 @@ class Ours:
     def take(self, first: int, last: int, before: Callable[[int], None]) -> None:
         run, reporter = self.run, self.run.reporter
         clock = reporter.clock
+        clock.begin()
         reporter.pause(first)
         with closing(run.batches(first, last)) as batches:
-            for index, batch in enumerate(_watched(batches, clock), first):
+            for index, batch in enumerate(_watched(batches), first):
                 before(index)
                 rate = run.plan.schedule(index)
                 clock.step_begin()
@@ -176,12 +178,11 @@ class Ours:
                 reporter.step_done(index + 1, rate, Due(False, False, log, False), seconds_per_step=0.01)
 
 
-def _watched(batches: Iterator[Batch], clock: Any) -> Iterator[Batch]:
-    """The batches; the clock measures each wait."""
+def _watched(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches; each wait is measured."""
     while True:
-        clock.data_begin()
-        batch = next(batches, None)
-        clock.data_end()
+        with within(DATA):
+            batch = next(batches, None)
         if batch is None:
             return
         yield batch

@@ -27,8 +27,6 @@ def test_gpu_compute_time_is_right_and_never_synchronises() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(100):
-            clock.data_begin()
-            clock.data_end()
             clock.step_begin()
             for _ in range(4):
                 matrix @ matrix
@@ -40,7 +38,8 @@ def test_gpu_compute_time_is_right_and_never_synchronises() -> None:
     times = clock.take()
     assert times.steps == 100
     assert times.compute_s == pytest.approx(truth, rel=0.1)
-    assert times.data_s < 0.01 * truth
+    assert times.data_s == 0
+    assert times.late_s < 0.05 * truth
 
 
 def test_a_step_costs_the_host_less_than_20_us_on_a_gpu() -> None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from drumline.core.account import TEACHER, within
 from drumline.core.errors import UserError
 from drumline.core.precision import FP32, autocast
 from drumline.data.feed.batch import Batch
@@ -157,11 +158,12 @@ class Distillation(Objective):
     def _forward(self, model: nn.Module, images: Tensor, batch: Batch) -> tuple[TeacherOutput, StudentOutput]:
         """Runs both networks on the batch: one after the other, or on two streams that fork and join here."""
         if self._side is None:
-            teacher = self.run_teacher(images, batch)
+            with within(TEACHER):
+                teacher = self.run_teacher(images, batch)
             return teacher, model(images, teacher.taps)
         current = torch.cuda.current_stream(images.device)
         self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._side), within(TEACHER):
             teacher = self.run_teacher(images, batch)
         student = model(images, {})
         current.wait_stream(self._side)

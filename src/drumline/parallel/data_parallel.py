@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from drumline.config.recipe import Recipe
+from drumline.core.account import EXCHANGE, account
 from drumline.data.feed.batch import Batch
 from drumline.parallel.lanes import Lanes, Op, Recorder, timed
 from drumline.parallel.model_draws import ModelDraws
@@ -74,6 +75,10 @@ class SingleStrategy(Strategy):
         return Lanes(title, names, self.world, [self._recorder])
 
 
+def _begin_exchange(parameter: torch.Tensor) -> None:
+    account.enter(EXCHANGE)
+
+
 class DDPStrategy(SingleStrategy):
     """DDP broadcasts rank 0's weights when it wraps the module, and averages gradients during backward."""
 
@@ -86,6 +91,9 @@ class DDPStrategy(SingleStrategy):
         self._ddp = DistributedDataParallel(
             super().lay_out(context), device_ids=device_ids, gradient_as_bucket_view=True, **options
         )
+        # Backward reaches it last. What follows is waiting for the other processes.
+        first = next(each for each in self._ddp.parameters() if each.requires_grad)
+        first.register_post_accumulate_grad_hook(_begin_exchange)
         return self._ddp
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:

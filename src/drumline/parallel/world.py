@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drumline.core.account import waiting
 from drumline.parallel.values import decode, encode
 
 FAILED = "drumline/failed"
@@ -32,7 +33,8 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
-            self._work.wait()
+            with waiting():
+                self._work.wait()
             self._work = None
             if self._into is not self._tensor:  # received in host memory
                 self._into.copy_(self._tensor)
@@ -77,7 +79,8 @@ class World:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            with waiting():
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
@@ -89,7 +92,8 @@ class World:
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Element-wise maximum over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+            with waiting():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
@@ -114,7 +118,8 @@ class World:
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         received = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(received, padded, group=self.group)
+        with waiting():
+            dist.all_gather(received, padded, group=self.group)
         return torch.cat([each[:count] for each, count in zip(received, counts, strict=True)])
 
     def all_to_all_async(self, send: torch.Tensor, rows: int, theirs: Sequence[int]) -> Pending:
@@ -147,7 +152,8 @@ class World:
         if self.backend == "nccl" and not tensor.is_cuda:  # such as a counter of the user's own optimizer
             return self.broadcast_host(tensor)
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            with waiting():
+                dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def _link(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int]:
@@ -167,7 +173,8 @@ class World:
     def _unstaged(tensor: torch.Tensor, work: dist.Work, device: torch.device) -> Pending:
         if tensor.device == device:
             return Pending(tensor, work)
-        work.wait()
+        with waiting():
+            work.wait()
         return Pending(tensor.to(device))
 
     # Host messages.
@@ -175,7 +182,8 @@ class World:
     def broadcast_host(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Copies one rank's tensor in host memory to every rank, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.control, group_src=source)
+            with waiting():
+                dist.broadcast(tensor, group=self.control, group_src=source)
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
@@ -217,7 +225,8 @@ class World:
         if self.size == 1:
             return [tensor]
         received = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(received, tensor, group=self.control)
+        with waiting():
+            dist.all_gather(received, tensor, group=self.control)
         return received
 
     def gather_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -236,7 +245,8 @@ class World:
                 seen.add(name)
                 if self.is_rank_zero:
                     whole[name] = torch.empty(shape, dtype=dtype)
-                    dist.recv(whole[name], group=self.control, group_src=rank)
+                    with waiting():
+                        dist.recv(whole[name], group=self.control, group_src=rank)
                 elif self.rank == rank:
                     dist.send(tensors[name].detach().cpu().contiguous(), group=self.control, group_dst=0)
         return whole
@@ -250,7 +260,8 @@ class World:
     def barrier(self) -> None:
         """Waits for every rank."""
         if self.size > 1:
-            dist.barrier(group=self.control)
+            with waiting():
+                dist.barrier(group=self.control)
 
     def claim_failure(self) -> bool:
         """Records this rank as the first that failed. False if another rank was first: that error is the cause, and

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from drumline.config.recipe import Recipe
+from drumline.core.account import CHECKPOINT, COMPUTE, DATA, EVALUATION, GUARDS, LOG, OTHER, account
 from drumline.core.environment import LAUNCHER
 from drumline.core.errors import LostError
 from drumline.core.heartbeat import Phase, beat, enter
@@ -116,7 +117,7 @@ def _out_of_memory(world: World) -> Iterator[None]:
 
 def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, Score | None]:
     """Takes the remaining steps, or those until a stop is requested. Returns the position and the last score."""
-    plan, reporter, clock, position = run.plan, run.reporter, run.reporter.clock, run.position
+    plan, reporter, position = run.plan, run.reporter, run.position
     last = run.last_step
     score: Score | None = None
     if position.step == plan.total or run.early_stop(position):
@@ -128,15 +129,20 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
         enter(Phase.STARTING)
         for index in range(position.step, last):
             rate = plan.schedule(index)
+            account.enter(GUARDS)
             guards.before(index)
+            account.enter(COMPUTE)
             take_step(run, batch, index, rate)
 
             done = index + 1
             position = replace(position, step=done)
             due = plan.due(done, run.task.evaluates)
             # Before an evaluation or a save: both see only states that pass the guards.
+            account.enter(GUARDS)
             guards.after(done, batch, due.save, due.evaluation)
+            account.enter(LOG)
             reporter.step_done(done, rate, due, stop.seconds_per_step)
+            account.enter(OTHER)
             if due.evaluation:
                 score, position = evaluate(run, position)
             if due.epoch_end or done == run.position.step + 1:
@@ -151,14 +157,15 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
             if due.save or stopping or early or position.best_step == done:
                 save(run, position, guards, must=stopping or bool(early) or done == last)
             if stopping or early or done == last < plan.total:
+                reporter.stopped(done)
                 if run.manager is not None:
                     run.manager.wait()
                 break
             beat(done)
             if done < last:
-                clock.data_begin()
+                account.enter(DATA)
                 batch = next(batches)
-                clock.data_end()
+                account.enter(OTHER)
         stop.finish()
     enter(Phase.ENDING)
     guards.end()
@@ -179,10 +186,11 @@ def take_step(run: Run, batch: Batch, index: int, rate: float) -> None:
 
 def evaluate(run: Run, position: Position) -> tuple[Score, Position]:
     """Scores the model and, if there is one, its average, which is then judged. Updates the best score."""
-    run.reporter.drain()
-    score, average = score_model(run)
-    gather_bad_samples(run.sets.bad, run.world)
-    run.record_broken_samples()
+    with account.within(EVALUATION):
+        run.reporter.drain()
+        score, average = score_model(run)
+        gather_bad_samples(run.sets.bad, run.world)
+        run.record_broken_samples()
     judged = average or score
     nonfinite = max(score.nonfinite, judged.nonfinite)
     value = judged.values[run.best_metric.name]
@@ -233,6 +241,12 @@ def score_model(run: Run) -> tuple[Score, Score | None]:
 def save(run: Run, position: Position, guards: RunGuards, must: bool = False) -> None:
     """Lets the guards check the state, writes pending log lines, then hands a snapshot to the writer. The last
     checkpoint, a new best and a requested one `must` be saved; others are skipped while the disk is busy."""
+    with account.within(CHECKPOINT):
+        _save(run, position, guards, must)
+    run.reporter.pause(position.step)
+
+
+def _save(run: Run, position: Position, guards: RunGuards, must: bool) -> None:
     enter(Phase.SAVING)
     guards.before_save(position.step)
     run.reporter.drain()
@@ -247,7 +261,6 @@ def save(run: Run, position: Position, guards: RunGuards, must: bool = False) ->
         groups = run.strategy.gather(run.state.tensors() | whole)
         if run.manager is not None:
             run.manager.save(groups, position, must)
-    run.reporter.pause(position.step)
 
 
 def _save_sharded(run: Run, position: Position, whole: Groups, must: bool) -> None:

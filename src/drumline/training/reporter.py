@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import format_exception
+from typing import Any
 
 from drumline.core.errors import UserError
 from drumline.core.host_copy import HostCopy
@@ -21,6 +22,7 @@ from drumline.observe import text_log
 from drumline.observe.clock import StepClock, StepTimes
 from drumline.observe.display import Display, Progress
 from drumline.observe.run_log import RunLog
+from drumline.observe.usage import Usage
 from drumline.parallel.world import World
 from drumline.training.metrics import Metric, Score, describe
 from drumline.training.schedule import Due
@@ -65,11 +67,12 @@ class RunReporter:
         self._logged_at = (0, perf_counter())
         """The step and the time from which the speed on the display is measured."""
         self._requested: dict[int, tuple[StepTimes, float]] = {}
-        self._since_evaluation: list[StepTimes] = []
+        self.interval = IntervalTimes(world)
 
     def begin(self, done: int) -> None:
         """Shows the bar. Called with the number of finished steps once the first batch is there."""
         self.display.begin(self.total, done, self.total / self.per_epoch)
+        self.clock.begin()
         self.pause(done)
 
     def step_done(self, done: int, rate: float, due: Due, seconds_per_step: float) -> None:
@@ -90,14 +93,14 @@ class RunReporter:
         seen = self.meters.peeked()
         if seen is not None and seen.samples and seen.step > self._latest.loss_step:
             self._latest = replace(self._latest, loss=seen.loss, loss_step=seen.step)
-        self._show(done, rate, speed, self.clock.data_share())
+        self._show(done, rate, *self._pace(self.clock.so_far(), speed))
 
     def log_steps(self, done: int, rate: float, not_evaluated: bool = False) -> None:
         """Requests the numbers of the steps since the last call, and logs those that have arrived. `not_evaluated`:
         an epoch ends here without an evaluation, and log.txt gets a line for it once its loss is known."""
         times = self.clock.take()
         self._logged_at = (done, perf_counter())
-        self._since_evaluation.append(times)
+        self.interval.add(times)
         self._requested[done] = (times, rate)
         if not_evaluated:
             self._not_evaluated.add(done)
@@ -137,8 +140,8 @@ class RunReporter:
         self.pause(done)
 
     def pause(self, done: int) -> None:
-        """Leaves the time since the last step (an evaluation, a save) out of the times."""
-        self.clock.take()
+        """After an evaluation or a save, which the speed leaves out."""
+        self.clock.resume()
         self._logged_at = (done, perf_counter())
 
     def failed(self, error: BaseException) -> None:
@@ -165,34 +168,31 @@ class RunReporter:
         )
         self.display.step(self._latest)
 
+    def stopped(self, done: int) -> None:
+        """Logs the times since the last evaluation, if a run ends without one."""
+        self.interval.add(self.clock.take())
+        self._log_times(done)
+
     def _log_times(self, done: int) -> None:
-        steps = sum(times.steps for times in self._since_evaluation)
-        if not steps:
+        measured = self.interval.take()
+        if measured is None:
             return
-        sums = [
-            sum(getattr(times, name) for times in self._since_evaluation)
-            for name in ("data_s", "compute_s", "wall_s")
-        ]
-        self._since_evaluation.clear()
-        ranks = self.world.all_gather_floats([1e3 * value / steps for value in sums])
-        data, compute, wall = (list(column) for column in zip(*ranks, strict=True))
-        self.images_per_s = self.batch / max(1e-9, max(wall) / 1e3)
-        self.run_log.metric(
-            "times",
-            step=done,
-            epoch=done / self.per_epoch,
-            steps=steps,
-            data_ms=data,
-            compute_ms=compute,
-            step_ms=wall,
-            images_per_s=self.images_per_s,
-        )
+        self.images_per_s = self.batch / max(1e-9, max(measured["step_ms"]) / 1e3)
+        epoch = done / self.per_epoch
+        self.run_log.metric("times", step=done, epoch=epoch, **measured, images_per_s=self.images_per_s)
+
+    def _pace(self, times: StepTimes, images_per_s: float) -> tuple[float, float]:
+        """Images per second, and the share of the time that the device waits for data. The host may be ahead of a
+        GPU, so its own speed is not the run's."""
+        device_s = times.data_s + times.compute_s + times.late_s
+        if self.world.device.type == "cuda" and device_s > 0:
+            images_per_s = times.steps * self.batch / device_s
+        return images_per_s, times.data_s / device_s if device_s > 0 else 0.0
 
     def _log_readings(self, readings: list[Reading]) -> None:
         for reading in readings:
             times, rate = self._requested.pop(reading.step)
-            wall = max(times.wall_s, 1e-9)
-            images_per_s = times.steps * self.batch / wall
+            images_per_s, data_share = self._pace(times, times.steps * self.batch / max(times.step_s, 1e-9))
             epoch = reading.step / self.per_epoch
             terms = zip(self.terms, reading.terms, strict=True)
             self.run_log.metric(
@@ -203,7 +203,7 @@ class RunReporter:
                 top1=reading.accuracy,
                 lr=rate,
                 images_per_s=images_per_s,
-                data_share=times.data_s / wall,
+                data_share=data_share,
                 **{name: total / max(1, reading.samples) for name, total in terms},
             )
             if self.trend and (warning := self.trend.loss(reading.step, reading.loss)):
@@ -214,7 +214,43 @@ class RunReporter:
                 self._not_evaluated.remove(reading.step)
                 self.run_log.log(f"epoch {epoch:.4g}: {self._trained()}not evaluated", show=False)
             self._latest = replace(self._latest, loss=reading.loss, loss_step=reading.step)
-            self._show(reading.step, rate, images_per_s, times.data_s / wall)
+            self._show(reading.step, rate, images_per_s, data_share)
+
+
+class IntervalTimes:
+    """The times and resources of all ranks between two evaluations."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._times: StepTimes | None = None
+        self._usage = Usage.now()
+
+    def add(self, times: StepTimes) -> None:
+        self._times = times if self._times is None else self._times + times
+
+    def take(self) -> dict[str, Any] | None:
+        """Milliseconds of a step, and what the process used, as lists over the ranks; None if there was no step.
+        Every rank calls it. Parts that took no time anywhere are left out."""
+        times, before = self._times, self._usage
+        if times is None or not times.steps:
+            return None
+        self._times, self._usage = None, Usage.now()
+        per_step = {
+            "step_ms": times.step_s,
+            "data_ms": times.data_s,
+            "compute_ms": times.compute_s,
+            "late_ms": times.late_s,
+            **{f"host_{part}_ms": seconds for part, seconds in times.parts.items()},
+        }
+        used = self._usage.since(before)
+        row = [1e3 * seconds / times.steps for seconds in per_step.values()] + list(used.values())
+        columns = zip(*self._world.all_gather_floats(row), strict=True)
+        found = {
+            name: list(column)
+            for name, column in zip((*per_step, *used), columns, strict=True)
+            if any(column)
+        }
+        return {"steps": times.steps, **found}
 
 
 @dataclass(frozen=True)

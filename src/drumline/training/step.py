@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from drumline.core.account import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, account
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.precision import autocast
 from drumline.data.feed.batch import Batch
@@ -83,9 +84,11 @@ class TrainStep:
 
     def compute(self, batch: Batch) -> None:
         """The whole step on the device."""
+        account.enter(COMPUTE)
         state, scaler = self.state, self.state.scaler
         state.optimizer.zero_grad(set_to_none=True)
         self.strategy.gradients(batch, self, self.draws)
+        account.enter(OPTIMIZER)
         if self.clip:
             scaler.unscale_(state.optimizer)
             norm = self.strategy.gradient_norm()
@@ -188,7 +191,8 @@ class TrainStep:
             return self.objective(model, images, batch)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """The scaled loss of a micro-batch, counted in the meter."""
+        """The scaled loss of a micro-batch, counted in the meter. Backward follows."""
+        account.enter(FORWARD)
         sums = self.loss_sums(self.state.forward, batch)
         meter = self.meter
         meter.loss.add_(sums.loss.detach())
@@ -199,6 +203,7 @@ class TrainStep:
         if sums.terms is not None:
             meter.terms.add_(sums.terms)
         loss: torch.Tensor = self.state.scaler.scale(sums.loss * (self.strategy.weight / self.global_batch))
+        account.enter(BACKWARD)
         return loss
 
     def _generator_states(self) -> list[torch.Tensor]:

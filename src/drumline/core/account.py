@@ -1,0 +1,99 @@
+"""Where the time of a training process goes: its loop is in exactly one part of a step at a time.
+
+Promises: the parts of an interval sum to its wall time. Entering a part costs a read of the clock and an addition,
+and never waits for a device. Only the thread that runs the loop is counted: calls from other threads have no effect,
+so a lower layer can mark what it does wherever it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+DATA, COMPUTE, TEACHER, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, GUARDS, LOG, EVALUATION, CHECKPOINT, OTHER = (
+    "data",
+    "compute",
+    "teacher",
+    "forward",
+    "backward",
+    "exchange",
+    "optimizer",
+    "guards",
+    "log",
+    "evaluation",
+    "checkpoint",
+    "other",
+)
+PARTS = {
+    DATA: "waiting for the next batch",
+    COMPUTE: "in the step, outside the parts below: copying the batch, starting work on the device",
+    TEACHER: "the teacher's forward",
+    FORWARD: "the model's forward and the loss",
+    BACKWARD: "backward, as far as no exchange is waited for",
+    EXCHANGE: "waiting for other processes: gradients, statistics, rows",
+    OPTIMIZER: "clipping, the update, averaged weights",
+    GUARDS: "guards",
+    LOG: "logging and the display",
+    EVALUATION: "evaluation",
+    CHECKPOINT: "saving",
+    OTHER: "everything else between two steps",
+}
+"""Each part with what the host does in it. On a GPU, the host only starts the work."""
+BETWEEN_STEPS = (EVALUATION, CHECKPOINT)
+"""Parts that do not belong to a step."""
+
+
+class Account:
+    """The time that one thread has spent in each part."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Sets all sums to zero and counts the calling thread from now on."""
+        self._owner = threading.get_ident()
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        self._part, self._since = OTHER, self._clock()
+
+    def enter(self, part: str) -> str:
+        """Ends the present part, begins another one, and returns the one that ended."""
+        before = self._part
+        if threading.get_ident() == self._owner:
+            now = self._clock()
+            self._sums[before] += now - self._since
+            self._part, self._since = part, now
+        return before
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """A part that ends where it began."""
+        before = self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Waiting for other processes; during an evaluation or a save, a part of that."""
+        before = self._part
+        if before not in BETWEEN_STEPS:
+            self.enter(EXCHANGE)
+        try:
+            yield
+        finally:
+            if before not in BETWEEN_STEPS:
+                self.enter(before)
+
+    def sums(self) -> dict[str, float]:
+        """Seconds in each part up to now."""
+        self.enter(self._part)
+        return dict(self._sums)
+
+
+account = Account()
+"""That of this process's training loop."""
+enter, within, waiting = account.enter, account.within, account.waiting

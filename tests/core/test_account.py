@@ -1,0 +1,71 @@
+"""The account of a loop's time: every moment is in one part, of one thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from drumline.core.account import PARTS, Account
+
+
+class HandTime:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_parts_sum_to_the_wall_time() -> None:
+    hand = HandTime()
+    account = Account(hand)
+    for seconds, part in enumerate(PARTS):
+        account.enter(part)
+        hand.now += seconds
+    sums = account.sums()
+    assert sums == {part: float(seconds) for seconds, part in enumerate(PARTS)}
+    assert sum(sums.values()) == hand.now - 100
+
+
+def test_a_part_within_another_ends_where_it_began_also_after_an_error() -> None:
+    hand = HandTime()
+    account = Account(hand)
+    account.enter("forward")
+
+    def fail() -> None:
+        with account.within("teacher"):
+            hand.now += 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    hand.now += 1
+    assert (account.sums()["teacher"], account.sums()["forward"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(("around", "counted"), [("backward", "exchange"), ("evaluation", "evaluation")])
+def test_waiting_for_others_in_an_evaluation_is_evaluation(around: str, counted: str) -> None:
+    hand = HandTime()
+    account = Account(hand)
+    account.enter(around)
+    with account.waiting():
+        hand.now += 2
+    assert account.sums()[counted] == 2.0
+    account.enter("log")
+    assert account.enter("data") == "log"
+
+
+def test_another_thread_changes_nothing() -> None:
+    hand = HandTime()
+    account = Account(hand)
+    account.enter("forward")
+
+    def other() -> None:
+        with account.waiting():
+            hand.now += 1
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert account.sums()["forward"] == 1.0
