@@ -19,7 +19,7 @@ class HandTime:
 
 def test_the_parts_sum_to_the_wall_time() -> None:
     hand = HandTime()
-    account = Account(hand)
+    account = Account(clock=hand)
     for seconds, part in enumerate(PARTS):
         account.enter(part)
         hand.now += seconds
@@ -30,7 +30,7 @@ def test_the_parts_sum_to_the_wall_time() -> None:
 
 def test_a_part_within_another_ends_where_it_began_also_after_an_error() -> None:
     hand = HandTime()
-    account = Account(hand)
+    account = Account(clock=hand)
     account.enter("forward")
 
     def fail() -> None:
@@ -47,7 +47,7 @@ def test_a_part_within_another_ends_where_it_began_also_after_an_error() -> None
 @pytest.mark.parametrize(("around", "counted"), [("backward", "exchange"), ("evaluation", "evaluation")])
 def test_waiting_for_others_in_an_evaluation_is_evaluation(around: str, counted: str) -> None:
     hand = HandTime()
-    account = Account(hand)
+    account = Account(clock=hand)
     account.enter(around)
     with account.waiting():
         hand.now += 2
@@ -58,7 +58,7 @@ def test_waiting_for_others_in_an_evaluation_is_evaluation(around: str, counted:
 
 def test_another_thread_changes_nothing() -> None:
     hand = HandTime()
-    account = Account(hand)
+    account = Account(clock=hand)
     account.enter("forward")
 
     def other() -> None:

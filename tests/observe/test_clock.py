@@ -29,7 +29,7 @@ def hand() -> HandTime:
 
 
 def test_on_a_cpu_the_parts_are_data_the_step_and_the_rest(hand: HandTime) -> None:
-    parts = Account(hand)
+    parts = Account(clock=hand)
     clock = StepClock(torch.device("cpu"), parts=parts)
     for _ in range(4):
         parts.enter("data")
@@ -49,7 +49,7 @@ def test_on_a_cpu_the_parts_are_data_the_step_and_the_rest(hand: HandTime) -> No
 
 
 def test_take_starts_the_sums_anew_and_sums_add_up(hand: HandTime) -> None:
-    parts = Account(hand)
+    parts = Account(clock=hand)
     clock = StepClock(torch.device("cpu"), parts=parts)
     parts.enter("forward")
     hand.now += 1.0

@@ -8,7 +8,7 @@ so a lower layer can mark what it does wherever it runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -48,15 +48,22 @@ BETWEEN_STEPS = (EVALUATION, CHECKPOINT)
 class Account:
     """The time that one thread has spent in each part."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, parts: Iterable[str] = PARTS, first: str = OTHER, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """`first` is the part that it begins in."""
+        self._parts, self._first, self._clock = tuple(parts), first, clock
         self.restart()
 
     def restart(self) -> None:
         """Sets all sums to zero and counts the calling thread from now on."""
+        self._sums = dict.fromkeys(self._parts, 0.0)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Counts the calling thread from now on, in addition to the sums so far."""
         self._owner = threading.get_ident()
-        self._sums = dict.fromkeys(PARTS, 0.0)
-        self._part, self._since = OTHER, self._clock()
+        self._part, self._since = self._first, self._clock()
 
     def enter(self, part: str) -> str:
         """Ends the present part, begins another one, and returns the one that ended."""
@@ -89,9 +96,10 @@ class Account:
                 self.enter(before)
 
     def sums(self) -> dict[str, float]:
-        """Seconds in each part up to now."""
-        self.enter(self._part)
-        return dict(self._sums)
+        """Seconds in each part up to now. Any thread may ask."""
+        part, since, sums = self._part, self._since, dict(self._sums)
+        sums[part] += self._clock() - since
+        return sums
 
 
 account = Account()

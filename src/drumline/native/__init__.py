@@ -160,6 +160,13 @@ class Pool:
         while not _built().drum_wait(self._pool, job, _PATIENCE_S):
             pass
 
+    def spent(self) -> tuple[float, float, float, float]:
+        """Seconds that the threads have read, and made samples, of these on a core; and megabytes read."""
+        numbers = (c_int64 * 4)()
+        _built().drum_spent(self._pool, numbers)
+        read, made, on_core, size = numbers
+        return read / 1e9, made / 1e9, on_core / 1e9, size / 2**20
+
     def close(self) -> None:
         """Ends the threads after their current samples."""
         if self._pool:
@@ -216,6 +223,7 @@ def _declare(library: Any) -> None:
         "drum_pool_close": (None, (pointer,)),
         "drum_submit": (c_void_p, (pointer, POINTER(Work))),
         "drum_wait": (c_int, (pointer, pointer, c_double)),
+        "drum_spent": (None, (pointer, pointer)),
         "drum_free_files": (None, (pointer, pointer, number)),
     }
     for name, (result, arguments) in signatures.items():

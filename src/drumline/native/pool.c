@@ -72,6 +72,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t arrived, finished;
     Job *first, *last;
+    int64_t spent[4]; /* nanoseconds reading, and making, of these on a core; bytes read */
     int threads, stopping;
     pthread_t ids[];
 } Pool;
@@ -131,6 +132,12 @@ static void serve(const Work *w, int i, Scratch *scratch) {
     scratch_trim(scratch);
 }
 
+static int64_t nanoseconds(clockid_t clock) {
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 static void *work(void *argument) {
     Pool *pool = argument;
     Scratch scratch = {{0}, {0}};
@@ -148,8 +155,14 @@ static void *work(void *argument) {
             if (!pool->first) pool->last = NULL;
         }
         pthread_mutex_unlock(&pool->lock);
+        int made = job->work.kind == MAKE_WINDOWS;
+        int64_t began = nanoseconds(CLOCK_MONOTONIC), on_core = made ? nanoseconds(CLOCK_THREAD_CPUTIME_ID) : 0;
         serve(&job->work, i, &scratch);
+        int64_t took = nanoseconds(CLOCK_MONOTONIC) - began;
+        if (made) on_core = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - on_core;
         pthread_mutex_lock(&pool->lock);
+        pool->spent[made] += took, pool->spent[2] += on_core;
+        if (job->work.kind <= READ_SIZES && job->work.status[i] == 0) pool->spent[3] += job->work.lengths[i];
         if (--job->left == 0) pthread_cond_broadcast(&pool->finished);
     }
     pthread_mutex_unlock(&pool->lock);
@@ -221,6 +234,13 @@ EXPORT int drum_wait(Pool *pool, Job *job, double seconds) {
     pthread_mutex_unlock(&pool->lock);
     if (done) free(job);
     return done;
+}
+
+/* What the threads have spent so far, as in `Pool`. */
+EXPORT void drum_spent(Pool *pool, int64_t *spent) {
+    pthread_mutex_lock(&pool->lock);
+    memcpy(spent, pool->spent, sizeof pool->spent);
+    pthread_mutex_unlock(&pool->lock);
 }
 
 /* Gives back what reading files has allocated. */

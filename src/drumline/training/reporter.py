@@ -18,6 +18,7 @@ from typing import Any
 from drumline.core.errors import UserError
 from drumline.core.host_copy import HostCopy
 from drumline.core.text import loss_text
+from drumline.data.feed.times import FeedTimes
 from drumline.observe import text_log
 from drumline.observe.clock import StepClock, StepTimes
 from drumline.observe.display import Display, Progress
@@ -50,7 +51,9 @@ class RunReporter:
         metrics: Sequence[Metric] = (),
         classes: int = 1000,
         trend: Trend | None = None,
+        feed: FeedTimes | None = None,
     ) -> None:
+        feed = feed or FeedTimes()
         self.metrics, self.classes, self.trend = metrics, classes, trend
         self.run_log, self.display, self.meters, self.world = run_log, display, meters, world
         self.total, self.per_epoch, self.batch, self.terms = total, per_epoch, batch, terms
@@ -67,12 +70,14 @@ class RunReporter:
         self._logged_at = (0, perf_counter())
         """The step and the time from which the speed on the display is measured."""
         self._requested: dict[int, tuple[StepTimes, float]] = {}
-        self.interval = IntervalTimes(world)
+        self.interval = IntervalTimes(world, feed)
+        self.clock.ready = lambda: feed.ready
 
     def begin(self, done: int) -> None:
         """Shows the bar. Called with the number of finished steps once the first batch is there."""
         self.display.begin(self.total, done, self.total / self.per_epoch)
         self.clock.begin()
+        self.interval.restart()
         self.pause(done)
 
     def step_done(self, done: int, rate: float, due: Due, seconds_per_step: float) -> None:
@@ -220,10 +225,14 @@ class RunReporter:
 class IntervalTimes:
     """The times and resources of all ranks between two evaluations."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, feed: FeedTimes) -> None:
+        self._world, self._feed = world, feed
         self._times: StepTimes | None = None
-        self._usage = Usage.now()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was used so far."""
+        self._usage, self._fed = Usage.now(), self._feed.sums()
 
     def add(self, times: StepTimes) -> None:
         self._times = times if self._times is None else self._times + times
@@ -231,18 +240,20 @@ class IntervalTimes:
     def take(self) -> dict[str, Any] | None:
         """Milliseconds of a step, and what the process used, as lists over the ranks; None if there was no step.
         Every rank calls it. Parts that took no time anywhere are left out."""
-        times, before = self._times, self._usage
+        times, usage, fed = self._times, self._usage, self._fed
         if times is None or not times.steps:
             return None
-        self._times, self._usage = None, Usage.now()
+        self._times = None
+        self.restart()
         per_step = {
             "step_ms": times.step_s,
             "data_ms": times.data_s,
             "compute_ms": times.compute_s,
             "late_ms": times.late_s,
             **{f"host_{part}_ms": seconds for part, seconds in times.parts.items()},
+            **{f"{name}_ms": self._fed[name] - fed[name] for name in fed if name != "read_mb"},
         }
-        used = self._usage.since(before)
+        used = self._usage.since(usage) | {"read_mb": (self._fed["read_mb"] - fed["read_mb"]) / times.steps}
         row = [1e3 * seconds / times.steps for seconds in per_step.values()] + list(used.values())
         columns = zip(*self._world.all_gather_floats(row), strict=True)
         found = {

@@ -261,6 +261,7 @@ class Run:
             metrics=self.metrics,
             classes=len(self.sets.train.classes),
             trend=self._trend(),
+            feed=self.sets.times,
         )
         self.timeline = StepTimeline.of(
             self.strategy,

@@ -8,7 +8,7 @@ them; `broken-samples.tsv` in the run folder lists each one once, across stops a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from drumline.data.feed.choose import choose_workers
 from drumline.data.feed.loader import Batches, LoaderWorkers, batches, blank_batches, resident_batches
 from drumline.data.feed.resident import ResidentSet, fits_on_device, resident_feed
 from drumline.data.feed.sampler import Request, evaluation_requests, training_requests
+from drumline.data.feed.times import FeedTimes
 from drumline.data.feed.transform import Transform, make_transform, normalization
 from drumline.data.sources import (
     ArrayDataset,
@@ -74,6 +75,8 @@ class Sets:
     bad: tuple[BadSamples, BadSamples]
     """Broken samples met so far, of the training and of the evaluation set."""
     device: torch.device
+    times: FeedTimes = field(default_factory=FeedTimes)
+    """Where the feed of the training set spends its time."""
 
     @cached_property
     def resident_train(self) -> ResidentSet | None:
@@ -121,7 +124,15 @@ class Sets:
         if self.resident_train is not None:
             return resident_feed(self.resident_train, seed, requests)
         return batches(
-            self.train_spec, self.train, self.transform, seed, requests, self.workers, device, self.bad[0]
+            self.train_spec,
+            self.train,
+            self.transform,
+            seed,
+            requests,
+            self.workers,
+            device,
+            self.bad[0],
+            self.times,
         )
 
     def requests(self, recipe: Recipe, rows: slice, first_step: int, last_step: int) -> Iterator[Request]:

@@ -261,7 +261,7 @@ def test_closing_ends_the_processes(folder: Path, taken: int) -> None:
     assert len(started) == (2 if taken else 0)
     loaded.close()
     assert_ended(started)
-    assert workers_of(before) == []
+    assert_ended(workers_of(before))
 
 
 @needs_jpeg
@@ -361,7 +361,7 @@ def test_arrays_are_made_in_the_callers_thread_whatever_the_workers() -> None:
         for batch, request in zip(loaded, wanted, strict=True):
             assert feeds() == []
             assert same(batch, make_batch(source, transform, SEED, request).batch)
-    assert workers_of(before) == []
+    assert_ended(workers_of(before))
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, 29])

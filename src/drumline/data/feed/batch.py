@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from drumline.core.text import counted, printable
 from drumline.data.feed.draws import KEY_BITS, Purpose, bits
 from drumline.data.feed.own_transform import transform_images
 from drumline.data.feed.sampler import Request
+from drumline.data.feed.times import Spent, Stopwatch
 from drumline.data.feed.transform import (
     Column,
     Geometry,
@@ -94,6 +96,8 @@ class HostBatch(NamedTuple):
     bad: tuple[BadSample, ...]
     request: Request
     undecoded: Undecoded | None = None
+    spent: Spent = Spent()
+    """By workers other than native threads."""
 
 
 def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Request) -> HostBatch:
@@ -109,7 +113,7 @@ def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Reque
     found = [load_sample(dataset, transform, seed, request.epoch, int(key)) for key in request.keys]
     pixels = np.stack([one.pixels for one in found])
     transform_images(pixels, dataset, transform, seed, request)
-    return finished(
+    made = finished(
         torch.from_numpy(pixels),
         np.array([one.label for one in found], np.int64),
         tuple(bad for one in found for bad in one.bad),
@@ -117,6 +121,7 @@ def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Reque
         seed,
         request,
     )
+    return made._replace(spent=reduce(Spent.plus, (one.spent for one in found)))
 
 
 def finished(
@@ -176,6 +181,7 @@ class LoadedSample(NamedTuple):
     pixels: Pixels
     label: int
     bad: tuple[BadSample, ...] = ()
+    spent: Spent = Spent()
 
 
 def load_sample(
@@ -184,11 +190,12 @@ def load_sample(
     """The crop of a sample, or what `transform.on_bad` puts in place of a broken one. `key`: the sample id, or that
     of `Request.keys`."""
     bad: list[BadSample] = []
+    watch = Stopwatch()
     candidate = sample = key & (1 << KEY_BITS) - 1
     for attempt in range(SUBSTITUTES):
         try:
-            pixels = _load(dataset, transform, seed, epoch, key, candidate)
-            return LoadedSample(pixels, int(dataset.labels[candidate]), tuple(bad))
+            pixels = _load(dataset, transform, seed, epoch, key, candidate, watch)
+            return LoadedSample(pixels, int(dataset.labels[candidate]), tuple(bad), watch.spent())
         except MemoryError as error:
             raise lost(dataset.where(candidate), error) from error
         except LostError:  # not the sample's fault
@@ -212,7 +219,13 @@ def load_sample(
 
 
 def _load(
-    dataset: EncodedDataset, transform: Transform, seed: int, epoch: int, key: int, shown: int
+    dataset: EncodedDataset,
+    transform: Transform,
+    seed: int,
+    epoch: int,
+    key: int,
+    shown: int,
+    watch: Stopwatch,
 ) -> Pixels:
     """The crop of the sample that is shown, by the draws of the one that was requested."""
 
@@ -221,7 +234,10 @@ def _load(
 
     stored = dataset.decoded(shown)
     if stored is None:
-        return crop_encoded(dataset.read(shown), dataset.where(shown), transform, geometry)
+        data = dataset.read(shown)
+        watch.read(len(data))
+        return crop_encoded(data, dataset.where(shown), transform, geometry)
+    watch.read(stored.nbytes)
     pixels = crop_decoded(stored, dataset.where(shown), transform, geometry)
     return pixels if pixels.shape[2] == 3 else np.repeat(pixels, 3, axis=2)
 

@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from drumline.core.account import Account
 from drumline.core.errors import LostError
 from drumline.core.processes import WorkerKilled, map_in_processes
 from drumline.data.feed.batch import (
@@ -33,6 +34,7 @@ from drumline.data.feed.batch import (
 )
 from drumline.data.feed.sampler import Request
 from drumline.data.feed.threads import Allocate, Route, threaded_batches
+from drumline.data.feed.times import MAKE, SPACE, FeedTimes
 from drumline.data.feed.transform import Transform
 from drumline.data.gpu.decoder import DeviceDecoder, GpuFraction
 from drumline.data.image.augment import apply
@@ -73,14 +75,16 @@ def batches(
     workers: LoaderWorkers,
     device: torch.device,
     bad_samples: BadSamples,
+    times: FeedTimes | None = None,
 ) -> Batches:
     """The batches of the requests, in their order, on the device. Close the iterator to end the workers."""
+    times = times or FeedTimes()
     fraction = GpuFraction() if workers.decode == "both" and device.type == "cuda" else None
-    asked = _FeedArguments(spec, dataset, transform, seed, requests, workers, fraction)
+    asked = _FeedArguments(spec, dataset, transform, seed, requests, workers, times, fraction)
     made = _on_device(asked, device) if device.type == "cuda" else _on_host(asked)
     # On a CPU, making a plain array batch is faster than handing it to another thread.
     slow = isinstance(dataset, EncodedDataset) or transform.own or device.type == "cuda"
-    running_ahead = prefetch(made, READY) if slow else made
+    running_ahead = prefetch(made, READY, times.account) if slow else made
     with closing(running_ahead) as feed:
         while True:
             wanted = fraction.wanted(device) if fraction else None
@@ -91,6 +95,7 @@ def batches(
             bad_samples.add(bad)
             if fraction and wanted and ready:
                 fraction.handed(wanted, ready)
+            times.ready = ready
             yield _handed_over(batch, ready, device)
 
 
@@ -162,19 +167,34 @@ class _FeedArguments:
     seed: int
     requests: Iterable[Request]
     workers: LoaderWorkers
+    times: FeedTimes
     fraction: GpuFraction | None = None
 
     def on_host(self, allocate: Allocate, route: Route | None = None) -> Generator[HostBatch, None, None]:
         """The batches as the workers make them."""
+        self.times.account.adopt()  # in the feed's thread
+        with closing(self._made(allocate, route)) as batches:
+            for made in batches:
+                self.times.by_python = self.times.by_python.plus(made.spent)
+                yield made
+
+    def _made(self, allocate: Allocate, route: Route | None) -> Generator[HostBatch, None, None]:
         dataset, transform, seed, workers = self.dataset, self.transform, self.seed, self.workers
         if workers.count and workers.kind == "processes":
             digest = "" if isinstance(dataset, ArrayDataset) else dataset.digest()
-            yield from process_batches(self.spec, digest, transform, seed, self.requests, workers.count)
+            made = process_batches(self.spec, digest, transform, seed, self.requests, workers.count)
+            with closing(made):
+                while True:
+                    with self.times.account.within(MAKE):
+                        batch = next(made, None)
+                    if batch is None:
+                        return
+                    yield batch
         elif workers.count == 0 or isinstance(dataset, ArrayDataset):
             yield from (make_batch(dataset, transform, seed, request) for request in self.requests)
         else:
             yield from threaded_batches(
-                dataset, transform, seed, self.requests, workers.count, allocate, route
+                dataset, transform, seed, self.requests, workers.count, allocate, route, self.times
             )
 
 
@@ -227,7 +247,7 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
                     pinned.give_back(buffer, copied)
                 others = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch[1:4])
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
-                ready = torch.cuda.Event(enable_timing=asked.fraction is not None)
+                ready = torch.cuda.Event(enable_timing=True)
                 ready.record(stream)
             yield moved, bad, ready
 
@@ -278,8 +298,12 @@ Item = TypeVar("Item")
 _END = object()
 
 
-def prefetch(items: Generator[Item, None, None], ready: int) -> Generator[Item, None, None]:
-    """The items of a generator, with up to `ready` of them waiting. Closes the generator at the end."""
+def prefetch(
+    items: Generator[Item, None, None], ready: int, account: Account | None = None
+) -> Generator[Item, None, None]:
+    """The items of a generator, with up to `ready` of them waiting. Closes the generator at the end. `account` counts
+    how long there is no space for the next one."""
+    account = account or Account((SPACE,), SPACE)
     waiting: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(ready)
     ending = threading.Event()
 
@@ -297,7 +321,9 @@ def prefetch(items: Generator[Item, None, None], ready: int) -> Generator[Item, 
         try:
             with closing(items):
                 for item in items:
-                    if not put(item):
+                    with account.within(SPACE):
+                        taken = put(item)
+                    if not taken:
                         break
         except BaseException as error:
             failure = error

@@ -30,6 +30,7 @@ from drumline.data.feed.batch import (
 )
 from drumline.data.feed.own_transform import transform_images
 from drumline.data.feed.sampler import Request
+from drumline.data.feed.times import MAKE, READ, FeedTimes, Spent
 from drumline.data.feed.transform import COLUMNS, Transform
 from drumline.data.sources import EncodedDataset
 from drumline.data.sources.base import MappedFiles
@@ -60,10 +61,12 @@ def threaded_batches(
     threads: int,
     allocate: Allocate,
     route: Route | None = None,
+    times: FeedTimes | None = None,
 ) -> Generator[HostBatch, None, None]:
     """The batches of the requests, in their order. Samples that `route` sends to the device stay undecoded. Close the
     generator to end the threads."""
     makers, readers = Pool(threads), Pool(READERS)
+    times = times or FeedTimes()
     rest = ThreadPoolExecutor(threads, thread_name_prefix="drumline-sample")
     free: list[Slot] = []
     reading: deque[Slot] = deque()
@@ -72,10 +75,15 @@ def threaded_batches(
     def move(reads: int, makes: int) -> Generator[HostBatch, None, None]:
         """Moves batches on until no more than these are under way."""
         while len(reading) > reads:
+            with times.account.within(READ):
+                reading[0].wait_for_files()
             reading[0].make(readers, makers, rest)
             making.append(reading.popleft())
         while len(making) > makes:
-            yield making[0].finish(rest)
+            with times.account.within(MAKE):
+                made = making[0].finish(rest)
+            times.natively = Spent(*makers.spent()).plus(Spent(*readers.spent()))
+            yield made
             free.append(making.popleft())
 
     try:
@@ -89,6 +97,8 @@ def threaded_batches(
         rest.shutdown(wait=True, cancel_futures=True)
         for slot in (*reading, *making):
             slot.wait()
+        times.by_python = times.by_python.plus(Spent(*makers.spent())).plus(Spent(*readers.spent()))
+        times.natively = Spent()
         readers.close()
         makers.close()
         for slot in (*free, *reading, *making):
@@ -144,6 +154,12 @@ class Slot:
         else:
             self.loads = [rest.submit(self.dataset.read, sample) for sample in samples.tolist()]
 
+    def wait_for_files(self) -> None:
+        """Waits until the encoded samples are there."""
+        for load in self.loads:
+            load.exception()
+        self.wait()
+
     def make(self, readers: Pool, makers: Pool, rest: ThreadPoolExecutor) -> None:
         """Decides the crops, once the stored sizes are known, and starts to make them."""
         if self.loads:
@@ -174,15 +190,16 @@ class Slot:
         for slot in np.flatnonzero(undone).tolist():
             if slot not in self.by_python:
                 self._leave_to_python(slot, rest)
-        labels, bad = self.dataset.labels[self.request.samples], list[BadSample]()
+        labels, bad, spent = self.dataset.labels[self.request.samples], list[BadSample](), Spent()
         for slot in sorted(self.by_python):
             found = self.by_python[slot].result()
             self.images[slot] = torch.from_numpy(found.pixels)
             labels[slot] = found.label
             bad += found.bad
+            spent = spent.plus(found.spent)
         transform_images(self.images.numpy(), self.dataset, self.transform, self.seed, self.request, rest.map)
         made = finished(self.images, labels, tuple(bad), self.transform, self.seed, self.request)
-        made = made._replace(undecoded=self.undecoded)
+        made = made._replace(undecoded=self.undecoded, spent=spent)
         self.by_python, self.borrowed, self.sound, self.undecoded = {}, [], None, None
         return made
 
