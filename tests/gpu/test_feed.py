@@ -138,6 +138,18 @@ def test_batches_on_the_gpu_are_those_of_make_batch(
     assert 0 < len(bad_samples.bad) <= 3
 
 
+@pytest.mark.parametrize("decode", ["cpu", pytest.param("gpu", marks=needs_engine)])
+def test_images_without_labels_on_the_gpu_are_those_of_make_batch(files: Path, decode: str) -> None:
+    spec = DatasetSpec("folder", str(files), "train", unlabelled=str(files / "val"))
+    source, transform = open_dataset(spec), Transform(64, "crop-flip", on_bad="substitute")
+    asked, bad_samples = requests(source), BadSamples("training", len(source), 0.5)
+    workers = LoaderWorkers("threads", 4, decode=decode)  # type: ignore[arg-type]
+    with closing(batches(spec, source, transform, 5, iter(asked), workers, DEVICE, bad_samples)) as feed:
+        for got, request in zip(feed, asked, strict=True):
+            made = make_batch(source, transform, 5, request).batch
+            assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(got, made, strict=True))
+
+
 @needs_engine
 def test_most_jpegs_really_are_decoded_on_the_gpu(files: Path) -> None:
     from drumline.data.feed.loader import PinnedPool
