@@ -19,6 +19,7 @@ from drumline.data.feed.threads import threaded_batches
 from drumline.data.feed.transform import Transform, normalization
 from drumline.data.identity import identify
 from drumline.data.sources import ArrayDataset, DatasetSpec, EncodedDataset, open_dataset
+from tests.data.test_native import needs_jpeg
 
 OTHERS = ("a.jpg", "below/x.png", "below/deeper/y.jpg", "z.jpeg")
 IN_ORDER = ["a.jpg", "z.jpeg", "below/x.png", "below/deeper/y.jpg"]
@@ -73,6 +74,7 @@ def test_labelled_samples_come_first_and_the_others_follow_by_their_paths(
     assert source.skipped == ({".txt": 1} if others == "others" else {})
 
 
+@needs_jpeg
 @pytest.mark.parametrize(
     ("labelled", "others"), [("photos", "others"), ("photos.tar", "others"), ("photos", "others.tar")]
 )
