@@ -22,6 +22,8 @@ ORDER = [
     "parallel",
     "guards",
     "observe",
+    "diagnosis",
+    "report",
     "training",
     "distillation",
     "inference",

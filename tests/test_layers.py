@@ -16,6 +16,8 @@ LAYERS = (
     ("state",),
     ("parallel",),
     ("guards", "observe"),
+    ("diagnosis",),
+    ("report",),
     ("training",),
     ("distillation", "inference"),
     ("launch",),

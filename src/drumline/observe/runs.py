@@ -77,10 +77,10 @@ def summarize(path: Path) -> RunSummary:
     text = _read(path / LOG)
     starts, seconds, end = _sections(text)
     state = "running" if lock.is_held(path) else end
-    lines = [line for line in map(_parsed, _read(path / METRICS).splitlines()) if line]
+    lines = metric_lines(path)
     last: dict[str, Any] = lines[-1] if lines else {}
     scores = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("top1"), float)]
-    settings = _settings(path)
+    settings = run_settings(path)
     metric = str((settings or {}).get("checkpoint.best", "top1"))
     best = _best(scores, metric)
     value = _judged(best, metric)
@@ -184,7 +184,13 @@ def _sections(text: str) -> tuple[float, float, str]:
     return began, seconds if math.isnan(first) else seconds + last - first, state
 
 
-def _settings(path: Path) -> dict[str, Any] | None:
+def metric_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl that are complete."""
+    return [line for line in map(_parsed, _read(path / METRICS).splitlines()) if line]
+
+
+def run_settings(path: Path) -> dict[str, Any] | None:
+    """A run's recipe: dotted names and values. None if it cannot be read."""
     try:
         return flat_recipe(_read(path / "recipe.toml")) or None
     except (tomllib.TOMLDecodeError, AttributeError):  # not TOML, or not in sections

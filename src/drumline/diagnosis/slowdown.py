@@ -1,0 +1,52 @@
+"""One reason why training is slower than it could be, with its evidence, its cost and what to change.
+
+Promises: a rule is a pure function of the evidence; it returns nothing rather than a guess. Of several reasons, the
+one with the largest predicted saving comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """One reason."""
+
+    code: str
+    """What kind it is, such as `decode`: the same in the line of JSON, in the docs and in the tests."""
+    text: str
+    """What is slow, in one sentence with the numbers that show it."""
+    saving: float
+    """The fraction of the present time that the change is predicted to save: 0.2 means 1.25 times the speed. 0 if it
+    cannot be predicted."""
+    flag: str = ""
+    """The change, as it is typed: `data.workers=8`. Empty if no setting helps."""
+    fix: str = ""
+    """What to do, in a sentence, where the flag does not say all."""
+    images_per_s: float = 0.0
+    """The present speed; 0 if it is not known."""
+
+    @property
+    def predicted_images_per_s(self) -> float:
+        """The speed after the change."""
+        return self.images_per_s / (1 - self.saving)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the line of JSON."""
+        return {
+            "code": self.code,
+            "text": self.text,
+            "saving": self.saving,
+            "flag": self.flag,
+            "fix": self.fix,
+            "images_per_s": self.images_per_s or None,
+            "predicted_images_per_s": self.predicted_images_per_s or None,
+        }
+
+
+def ranked(found: Iterable[Slowdown]) -> list[Slowdown]:
+    """The largest saving first."""
+    return sorted(found, key=lambda each: -each.saving)
