@@ -171,6 +171,27 @@ class Names:
 
 
 @dataclass(frozen=True)
+class Several:
+    """Some of these names, or `none`."""
+
+    names: tuple[str, ...]
+
+    def check(self, value: tuple[str, ...]) -> Wrong | None:
+        known = (*self.names, "none")
+        for name in value:
+            if name not in known:
+                meant = near(name, known)
+                what = f"{name!r} is unknown{f'; did you mean {meant[0]}?' if meant else ''}"
+                return Wrong(what, f"give {self}")
+        if len(set(value)) < len(value) or (len(value) > 1 and "none" in value):
+            return Wrong("names one twice, or others beside none", f"give {self}")
+        return None
+
+    def __str__(self) -> str:
+        return f"some of {', '.join(self.names)}; or none"
+
+
+@dataclass(frozen=True)
 class Arguments:
     """A list of keyword arguments, each `key:value`. `fields`: arguments that are not allowed because they have a
     recipe field."""

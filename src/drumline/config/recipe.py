@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from drumline.config.layouts import LAYOUTS
 from drumline.config.learning import AutoFloat, AutoInt, Data, Model, Optim, PrecisionName, Train
-from drumline.config.limits import Descriptions, PerMachine, Range
+from drumline.config.limits import Descriptions, PerMachine, Range, Several
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 if TYPE_CHECKING:
     LayoutName = str
 else:
@@ -44,6 +45,9 @@ class Run:
     global batch is computed on its own, and gradients are added in a fixed order."""
     shards: Annotated[AutoInt, Range(1)] = "auto"
     """Equal slices of the global batch in strict mode. The bits depend on this number. `auto`: 8."""
+    trackers: Annotated[tuple[str, ...], Several(TRACKERS)] = ("tensorboard",)
+    """Programs that get the metrics and the recipe, in addition to the run folder: W&B, MLflow and trackio must be
+    installed and are set up by their own environment variables (docs/trackers.md). `none`: no program."""
 
 
 @dataclass(frozen=True, kw_only=True)

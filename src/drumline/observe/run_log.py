@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, log.txt, fingerprints.txt and TensorBoard events. No other module writes them.
+"""The log of a run: metrics.jsonl, log.txt, fingerprints.txt, and what trackers get. No other module writes them.
 
 Promises: the training loop never waits for a file; one background thread does all file work. Every line of
 metrics.jsonl is complete, valid JSON, and a resumed run has no line twice. While the disk is full, lines wait in
@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -20,14 +20,16 @@ from typing import Protocol
 
 from drumline.core import lock
 from drumline.core.text import counted
-from drumline.observe.metric_files import TensorBoard, Value, append, append_to, cannot_write, encode, repair
+from drumline.observe.metric_files import Value, append, append_to, cannot_write, encode, repair
 from drumline.observe.text_log import LOG, ended_unrecorded, stamped
+from drumline.observe.tracker_process import Trackers
+from drumline.observe.trackers import RunFacts
 from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import repair_chain
 
 METRICS = "metrics.jsonl"
 SCALARS_KEPT = 10_000
-"""Metrics that may wait for TensorBoard. Beyond this, TensorBoard misses metrics; the log says how many."""
+"""Metrics that may wait for trackers. Beyond this, trackers miss metrics; the log says how many."""
 LINES_KEPT = 100_000
 """Metrics that may wait for the disk (some 20 MB). None is dropped: beyond this, `metric` waits."""
 RETRY_S = 1.0
@@ -48,14 +50,23 @@ class RunLog:
     It touches no file before `begin`; lines wait until then. A log that is closed before that leaves no file.
     """
 
-    def __init__(self, folder: Path | None, show: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        show: Callable[[str], None] = lambda text: None,
+        trackers: Sequence[str] = ("tensorboard",),
+        run: RunFacts | None = None,
+    ) -> None:
+        """`run` is what the trackers (`run.trackers`) are told about it; by default, its folder alone."""
         self._folder, self._show, self._waiting = folder, show, True
+        self._run = run or RunFacts(folder.name if folder else "", str(folder), {})
+        self._trackers = Trackers(trackers if folder is not None else (), self._log)
+        self._ended: tuple[str, Mapping[str, float]] = ("failed", {})
         self._changed = threading.Condition()
         self._metrics, self._text, self._records = (_LogFile(n) for n in (METRICS, LOG, FINGERPRINTS))
         self._files = (self._metrics, self._text, self._records)
         self.chain = ""
         """The chain value before the next record of fingerprints."""
-        self._tensorboard = TensorBoard(folder, self._log) if folder is not None else None
         self._scalars: deque[_Scalars] = deque()
         self._scalars_left_out = 0
         self._flushes_asked = 0
@@ -91,8 +102,7 @@ class RunLog:
             raise cannot_write(folder / FINGERPRINTS, error) from error
         killed = ended_unrecorded(folder)
         self._waiting = False
-        assert self._tensorboard is not None
-        self._tensorboard.purge_step = None if keep_until_step is None else keep_until_step + 1
+        self._run = replace(self._run, step=keep_until_step)
         self._metrics.open(folder)
         self._text.open(folder)
         self._thread = threading.Thread(target=self._work, name="run log", daemon=True)
@@ -112,7 +122,7 @@ class RunLog:
     def metric(
         self, kind: str, /, *, step: int | None = None, epoch: float | None = None, **values: Value
     ) -> None:
-        """Adds one line to metrics.jsonl, and its numbers to TensorBoard as `kind/name`. Returns at once.
+        """Adds one line to metrics.jsonl, and its numbers to the trackers as `kind/name`. Returns at once.
 
         The line is in the file a tenth of a second later, or when `flush` returns. Values are plain Python numbers,
         text, or lists of them: a tensor would have to wait for the device.
@@ -130,7 +140,7 @@ class RunLog:
                 )
                 self._raise_stuck()
             self._metrics.lines.append(line)
-            if step is not None and self._tensorboard is not None and not self._tensorboard.failed:
+            if step is not None and self._trackers:
                 if len(self._scalars) < SCALARS_KEPT:
                     self._scalars.append(_Scalars(now, step, kind, values))
                 else:
@@ -159,6 +169,10 @@ class RunLog:
             self._text.lines.append(stamped(text))
             self._changed.notify_all()
 
+    def ended(self, state: str, summary: Mapping[str, float]) -> None:
+        """What trackers record when the log is closed: `state` is finished or stopped. By default the run failed."""
+        self._ended = (state, summary)
+
     def flush(self) -> None:
         """Waits until everything logged so far is on disk."""
         if self._folder is None:
@@ -178,7 +192,7 @@ class RunLog:
         if self._folder is None or self._closing or self._waiting:
             return
         if self._scalars_left_out:
-            self.log(f"TensorBoard fell behind: {self._scalars_left_out:,} entries are in {METRICS} alone")
+            self.log(f"the trackers fell behind: {self._scalars_left_out:,} entries are in {METRICS} alone")
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -216,17 +230,19 @@ class RunLog:
     def _work(self) -> None:
         try:
             assert self._folder is not None
-            assert self._tensorboard is not None
-            while self._turn(self._folder, self._tensorboard):
+            while self._turn(self._folder):
                 pass
-            self._tensorboard.close()
+            self._trackers.finish(*self._ended)
+            self._text.append(self._folder, self._text.take())  # what trackers report at the end
         except Exception as error:
+            # A run that another process continues has not ended.
+            self._trackers.finish("" if isinstance(error, lock.Superseded) else "failed", {})
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _turn(self, folder: Path, tensorboard: TensorBoard) -> bool:
-        """Writes all waiting lines, then one entry for TensorBoard, so that a slow TensorBoard never delays lines.
+    def _turn(self, folder: Path) -> bool:
+        """Writes all waiting lines, then one entry for the trackers, so that a slow one never delays lines.
 
         With nothing left to write, does what `flush` or `close` waits for. Returns whether to go on.
         """
@@ -246,12 +262,11 @@ class RunLog:
                 for file, lines in taken:
                     file.append(folder, lines)
                 if scalars is not None and (numbers := scalars.numbers()):
-                    tensorboard.write(scalars.time_s, scalars.step, numbers)
+                    self._trackers.write(self._run, scalars.time_s, scalars.step, numbers)
                 return True
             if closing or asked > self._flushes_done:
                 for file in self._files:
                     file.sync()
-                tensorboard.flush()
                 with self._changed:
                     self._flushes_done = asked
                     self._stuck_reported = self._error_raised = False
@@ -316,7 +331,7 @@ class _LogFile:
 
 @dataclass(frozen=True)
 class _Scalars:
-    """The values of one `metric` call, for TensorBoard."""
+    """The values of one `metric` call, for trackers."""
 
     time_s: float
     step: int

@@ -57,6 +57,7 @@ COMPARED = ("drumline", "torch", "numpy", "pillow", "simplejpeg")
 IRRELEVANT_TO_BITS = (
     "run.dir",
     "run.name",
+    "run.trackers",
     "data.workers",
     "data.pool",
     "data.decode",

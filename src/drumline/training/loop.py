@@ -94,6 +94,7 @@ def _train(
     if position.step == run.last_step and not (ended or stop.stopped_by):
         names = ", ".join(run.recipe.train.freeze)
         run.log(f"{text_log.STOPPED}after step {position.step:,}, to unfreeze {names}")
+        run.reporter.run_log.ended("stopped", {})
         return None
     if ended and score is None and run.task.evaluates:
         model, average = score_model(run)
@@ -301,6 +302,11 @@ def finish(run: Run, position: Position, score: Score | None, stop: StopSign, se
         images_per_s=round(run.reporter.images_per_s, 1),
         broken_samples=sum(len(bad_samples.bad) for bad_samples in run.sets.bad),
         stopped_by="" if finished else stop.stopped_by,
+    )
+    best = {f"best/{result.best_metric}": result.best_value, "best/epoch": result.best_epoch}
+    run.reporter.run_log.ended(
+        "finished" if finished else "stopped",
+        {name: value for name, value in best.items() if value is not None},
     )
     signal = "" if LAUNCHER in os.environ else stop.signal  # a launcher forwards its own signals
     run.log(closing_line(result, run.recipe, run.task, run.metrics, run.plan.total, seconds, signal))

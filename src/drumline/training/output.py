@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from drumline.core.text import duration
 from drumline.observe import text_log
 from drumline.observe.display import Display
 from drumline.observe.run_log import RunLog
+from drumline.observe.trackers import RunFacts
 from drumline.state.checkpoint import checkpoints, read_group, verify_checkpoint, write_checksums
 from drumline.state.folder import UNSAVED, Opened, eval_command, repeatable, resume_command, write_facts
 from drumline.state.manager import CheckpointManager, set_aside
@@ -53,7 +54,11 @@ class RunOutput:
         self.folder, self.environment, self.position = folder, environment, position
         self.text = dump_recipe(repeatable(recipe))
         self.begun = False
-        self.run_log = RunLog(folder.path, display.log)
+        path = folder.path
+        # An initial phase of a distillation has a name only inside the run that it belongs to.
+        name = f"{path.parent.name}/{path.name}" if path.name.startswith("initial-") else path.name
+        facts = RunFacts(name, str(path), asdict(repeatable(recipe)))
+        self.run_log = RunLog(path, display.log, recipe.run.trackers, facts)
         cleanup.callback(self.run_log.close)
         self.run_log.log(f"{text_log.STARTED}{_command(environment)}", show=False)
         self.run_log.log(f"run folder {folder.path}")

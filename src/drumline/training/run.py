@@ -28,6 +28,7 @@ from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe.display import Display, make_display
 from drumline.observe.run_log import RunLog
 from drumline.observe.timeline import StepTimeline
+from drumline.observe.trackers import check_installed
 from drumline.parallel.norm import explain_one_value
 from drumline.parallel.strategy import SetupContext, Strategy, create_strategy
 from drumline.parallel.world import World
@@ -99,6 +100,8 @@ class Run:
         set_deterministic(recipe.run.deterministic)
 
         # Data: the same recipe, software and samples on every rank.
+        if world.is_rank_zero:
+            check_installed(recipe.run.trackers)
         check_recipes(recipe, world)
         messages = check_software(recipe, world)
         self.sets = open_sets(recipe, world)
