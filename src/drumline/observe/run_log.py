@@ -232,11 +232,11 @@ class RunLog:
             assert self._folder is not None
             while self._turn(self._folder):
                 pass
-            self._trackers.finish(*self._ended)
+            self._trackers.finish(self._run, *self._ended)
             self._text.append(self._folder, self._text.take())  # what trackers report at the end
         except Exception as error:
             # A run that another process continues has not ended.
-            self._trackers.finish("" if isinstance(error, lock.Superseded) else "failed", {})
+            self._trackers.finish(self._run, "" if isinstance(error, lock.Superseded) else "failed", {})
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

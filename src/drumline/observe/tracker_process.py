@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.observe.trackers import TRACKERS, RunFacts, TensorBoard, Tracker, run_id
+from drumline.observe.trackers import RUN_ID, TRACKERS, RunFacts, TensorBoard, Tracker, run_id
 
 FINISH_S = 20.0
 """How long a run that has ended waits for a tracker."""
@@ -149,34 +149,42 @@ class Trackers:
         return bool(self._active)
 
     def write(self, run: RunFacts, time_s: float, step: int, numbers: Mapping[str, float]) -> None:
+        self._each(run, lambda tracker: tracker.write(time_s, step, numbers))
+
+    def finish(self, run: RunFacts, state: str, summary: Mapping[str, float]) -> None:
+        """Ends all. An empty `state` leaves the run to another process, which continues it."""
+        known = (
+            state and Path(run.folder, RUN_ID).exists()
+        )  # also without new numbers, after a kill at the end
+        self._active = {
+            name: tracker
+            for name, tracker in self._active.items()
+            if name in self._opened or (known and isinstance(tracker, TrackerProcess))
+        }
+        self._each(run, lambda tracker: tracker.finish(state, summary))
+        self._active.clear()
+
+    def _each(self, run: RunFacts, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._active.items()):
             try:
                 if name not in self._opened:
                     tracker.open(run)
                     self._opened.add(name)
-                tracker.write(time_s, step, numbers)
+                call(tracker)
             except Exception as error:  # a version clash raises more than ImportError
-                self._drop(name, error)
-
-    def finish(self, state: str, summary: Mapping[str, float]) -> None:
-        """Ends all. An empty `state` leaves the run to another process, which continues it."""
-        for name, tracker in list(self._active.items()):
-            try:
-                if name in self._opened:
-                    tracker.finish(state, summary)
-            except Exception as error:
-                self._drop(name, error)
-        self._active.clear()
-
-    def _drop(self, name: str, error: Exception) -> None:
-        del self._active[name]
-        self._log(f"WARNING: {name} is off: {describe(error)}; metrics.jsonl has all metrics")
+                del self._active[name]
+                self._log(f"WARNING: {name} is off: {describe(error)}; metrics.jsonl has all metrics")
 
 
 def describe(error: BaseException) -> str:
-    """The error on one line of limited length, without the passwords of addresses."""
+    """The error on one line of limited length."""
     text = str(error) if isinstance(error, TrackerError) else f"{type(error).__name__}: {error}"
-    return re.sub(r"//[^/@\s]+@", "//", " ".join(text.split()))[:600]
+    return _without_passwords(" ".join(text.split()))[:600]
+
+
+def _without_passwords(text: str) -> str:
+    """Without the user and the password of an address."""
+    return re.sub(r"//[^/@\s]+@", "//", text)
 
 
 def main(name: str) -> None:
@@ -196,7 +204,8 @@ def main(name: str) -> None:
 
     tracker: Tracker = TRACKERS[name]()
     try:
-        reply({"where": tracker.open(RunFacts(**json.loads(requests.readline())))})
+        where = tracker.open(RunFacts(**json.loads(requests.readline())))
+        reply({"where": _without_passwords(where)})
         end: dict[str, Any] = {"state": "failed", "summary": {}}  # of a run that is killed
         for line in requests:
             request = json.loads(line)

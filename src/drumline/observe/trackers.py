@@ -113,7 +113,7 @@ class Wandb:
         if not self._run.offline:
             return str(self._run.url)
         folder = Path(self._run.dir).parent
-        return f"offline in {folder}; to upload it: wandb sync {folder}"
+        return f"offline; to upload it: wandb sync {folder}"
 
     def write(self, time_s: float, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
