@@ -25,7 +25,7 @@ from drumline.observe.trackers import RUN_ID, TRACKERS, RunFacts, TensorBoard, T
 
 FINISH_S = 20.0
 """How long a run that has ended waits for a tracker."""
-SILENT_S = 2.0
+SILENT_S = 3.0
 """How long of that without a message."""
 WAITING_BYTES = 1 << 20
 """Numbers that may wait for a tracker, about an hour's. It misses those beyond."""

@@ -120,8 +120,8 @@ class Wandb:
 
     def finish(self, state: str, summary: Mapping[str, float]) -> None:
         self._run.summary.update({**summary, "state": state})
-        # W&B shows 255, its code for Ctrl-C, as "killed".
-        self._run.finish(exit_code={"finished": 0, "stopped": 255}.get(state, 1))
+        codes = {"finished": 0, "stopped": 255}  # 255: as W&B itself reports Ctrl-C
+        self._run.finish(exit_code=codes.get(state, 1))
 
 
 class MLflow:
