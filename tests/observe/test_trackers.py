@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import psutil
 import pytest
 
 import drumline
+from drumline.cli import train
 from drumline.config.recipe import TRACKERS as NAMES
 from drumline.core import lock
 from drumline.core.errors import UserError
 from drumline.observe import tracker_process as module
+from drumline.observe import trackers
 from drumline.observe.run_log import RunLog
 from drumline.observe.tracker_process import TrackerError, describe
 from drumline.observe.trackers import RUN_ID, TRACKERS, RunFacts, check_installed
@@ -106,8 +109,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
             _wait(lambda pid=pid: not _alive(pid))  # left behind otherwise
 
 
-def _log(folder: Path, shown: list[str], trackers: tuple[str, ...] = ("trackio",)) -> RunLog:
-    return RunLog(folder, shown.append, trackers, RunFacts("photos", str(folder), RECIPE))
+def _log(folder: Path, shown: list[str], names: tuple[str, ...] = ("trackio",)) -> RunLog:
+    return RunLog(folder, shown.append, names, RunFacts("photos", str(folder), RECIPE))
 
 
 def test_the_recipe_knows_the_names_of_all_trackers() -> None:
@@ -269,9 +272,8 @@ def test_none_leaves_only_the_files_of_the_run(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_ends_the_run_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "wandb").mkdir()  # W&B's own default folder in a working directory: not the package
-    monkeypatch.setattr(module.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(trackers, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
     with pytest.raises(
         UserError, match=r"run\.trackers = tensorboard,wandb: wandb cannot be imported"
     ) as caught:
@@ -279,6 +281,12 @@ def test_a_tracker_that_is_not_installed_ends_the_run_before_it_starts(
     assert caught.value.fix == "pip install wandb, or remove it from run.trackers"
     check_installed(["tensorboard"])
     check_installed(["none"])
+    arguments = ["data.source=digits", "model.name=resnet8", "run.trackers=wandb", f"run.dir={tmp_path}"]
+    with pytest.raises(UserError, match="wandb cannot be imported"):
+        train.main([*arguments, "--dry-run"])
+    with pytest.raises(UserError, match="wandb cannot be imported"):
+        drumline.train(drumline.Recipe.from_args(arguments))
+    assert [path.name for path in tmp_path.iterdir()] == ["wandb"], "no run folder"
 
 
 @pytest.mark.parametrize("wrong", ["wnadb", "none,wandb", "wandb,wandb"])

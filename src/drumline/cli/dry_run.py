@@ -59,8 +59,17 @@ def _resolved(invocation: Invocation[RecipeOptions], command: str) -> Invocation
 def _what_would_happen(run: _DryRun, command: str, errors: list[UserError]) -> list[str]:
     """The lines of each check. Appends to `errors`."""
     checks = {
-        "train": (run.data, run.best_metric, run.own_code, run.model, run.processes, run.folder),
+        "train": (
+            run.trackers,
+            run.data,
+            run.best_metric,
+            run.own_code,
+            run.model,
+            run.processes,
+            run.folder,
+        ),
         "distill": (
+            run.trackers,
             run.data,
             run.best_metric,
             run.own_code,
@@ -93,6 +102,12 @@ class _DryRun:
         self._source = ""
         self._sets: Sets | None = None
         self._plan: Plan | None = None
+
+    def trackers(self) -> list[str]:
+        from drumline.observe.trackers import check_installed
+
+        check_installed(self.recipe.run.trackers)
+        return []
 
     def data(self) -> list[str]:
         from drumline.data.sources import detect_source
