@@ -214,6 +214,7 @@ FORBIDDEN = {
         "models/registry.py",
         "data/sources/__init__.py",
         "data/sources/custom.py",
+        "distillation/__init__.py",
         "launch/worker.py",
         "parallel/strategy.py",
         "state/pretrained.py",

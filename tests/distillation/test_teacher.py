@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drumline.config.recipe import Distill
 from drumline.core.errors import UserError
 from drumline.core.precision import BF16, FP32, Precision
-from drumline.distillation.cache.teacher import weights_sha256
-from drumline.distillation.teacher import EnsembleRule, Teacher, ensemble
+from drumline.distillation.cache.teacher import identify_teacher, weights_sha256
+from drumline.distillation.teacher import EnsembleRule, LoadedTeacher, Teacher, ensemble
 from drumline.models import create_model
 from drumline.models.tapped import Tapped
 from drumline.parallel.world import single_process
@@ -251,7 +252,12 @@ def test_an_ensemble_calls_its_teachers_and_averages_by_the_rule(rule: EnsembleR
 
 def test_the_key_of_a_cache_does_not_depend_on_the_taps_of_a_teacher() -> None:
     model = network()
-    assert weights_sha256([Tapped(model, {"stem": "conv1"}, images(1))]) == weights_sha256([model])
+    tapped = Tapped(model, {"stem": "conv1"}, images(1))
+    one, other = (
+        identify_teacher(Distill(), [LoadedTeacher("net", "w", module)], FP32, 1.0)
+        for module in (model, tapped)
+    )
+    assert one.present == other.present == one.former != other.former
 
 
 def test_the_key_of_a_cache_depends_on_every_byte_of_the_teacher() -> None:

@@ -18,6 +18,7 @@ from drumline.core.errors import UserError
 from drumline.data.classes import Classes
 from drumline.distillation.cache.teacher import (
     CachedTeacher,
+    Identity,
     check_cacheable,
     identify_teacher,
     open_cached_teacher,
@@ -134,7 +135,7 @@ class _Builder:
         networks = self._networks()
         module = self._module(networks)
         try_own_methods(networks, module, self.selection, self.size)
-        identity = self._identity(networks) if self.caches else ""
+        identity = self._identity(networks) if self.caches else None
         teacher = self._teacher(networks)
         # Over processes, its outputs on a step's micro-batches are computed ahead of the student's stages.
         over_processes = self.stages is not None and self.stages.shape.over_processes
@@ -145,7 +146,7 @@ class _Builder:
         # BatchNorm in helpers always spans the global batch; in the student only with `train.sync_bn`.
         self.strategy.sync_batchnorm(module.helpers, always=True)
         self.strategy.sync_batchnorm(module.student)
-        cached = self._cache(teacher, identity) if self.caches else None
+        cached = self._cache(teacher, identity) if identity is not None else None
         teacher_runs = over_processes or (self.grid.ends and cached is None)
         if not teacher_runs:
             teacher.release()
@@ -198,7 +199,7 @@ class _Builder:
         self.messages += _load_phases(module, networks.model, self.previous, self.world)
         return module
 
-    def _identity(self, networks: FittedNetworks) -> str:
+    def _identity(self, networks: FittedNetworks) -> Identity:
         """What identifies the teacher in the key of a cache, from its weights as they were loaded."""
         check_cacheable(self.recipe, networks.teacher_taps, self.sets.name)
         return identify_teacher(self.recipe.distill, networks.teachers, self.precision, self.selection.T)
@@ -261,7 +262,7 @@ class _Builder:
             self.messages += messages
         return score, (agreement_metric(predictions),)
 
-    def _cache(self, teacher: Teacher, identity: str) -> CachedTeacher:
+    def _cache(self, teacher: Teacher, identity: Identity) -> CachedTeacher:
         cached = open_cached_teacher(self.recipe, teacher, identity, self.sets, self.plan, self.world)
         self.messages += cached.messages
         return cached

@@ -98,6 +98,14 @@ def test_a_different_key_is_rejected_and_the_difference_named(tmp_path: Path, na
     assert "a different folder for distill.cache, or delete" in error.value.fix
 
 
+def test_a_cache_of_an_earlier_revision_serves_the_same_teacher_alone(tmp_path: Path) -> None:
+    former = replace(key(), teacher="the teacher's former name")
+    open_cache(tmp_path / "cache", former, HERE)
+    assert open_cache(tmp_path / "cache", key(), HERE, formerly=former.teacher).key == former
+    with pytest.raises(UserError, match="the teacher"):
+        open_cache(tmp_path / "cache", key(), HERE, formerly="another one")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cache_with_features_serves_a_key_without_them(tmp_path: Path, dtype: str) -> None:
     stored = key()

@@ -72,13 +72,15 @@ class Key:
         """The format of a row."""
         return Rule(self.classes, self.dtype, self.top_k, self.pooled)
 
-    def serving(self, stored: Mapping[str, Any]) -> Key:
-        """This key, with the features that a cache of the key `stored` has beyond those that are wanted. Features
-        may have widened the type of the numbers, which changes no value."""
+    def serving(self, stored: Mapping[str, Any], formerly: str = "") -> Key:
+        """This key, with the features that a cache of the key `stored` has beyond those that are wanted, and with
+        the teacher as earlier revisions identified it. Features may have widened the type of the numbers, which
+        changes no value."""
+        key = replace(self, teacher=formerly) if formerly and stored.get("teacher") == formerly else self
         if self.pooled or not isinstance(stored.get("pooled"), int):
-            return self
+            return key
         wider = stored.get("dtype") == "float32"
-        return replace(self, pooled=stored["pooled"], dtype="float32" if wider else self.dtype)
+        return replace(key, pooled=stored["pooled"], dtype="float32" if wider else self.dtype)
 
 
 BLOCK = 8192
@@ -224,13 +226,14 @@ class Cache:
         return f"{sha256}  block-{block:04d}.rows"
 
 
-def open_cache(folder: Path, key: Key, world: World) -> Cache:
+def open_cache(folder: Path, key: Key, world: World, formerly: str = "") -> Cache:
     """Opens the cache in a folder; creates it if the folder is new or empty. It may store pooled features that `key`
-    does not ask for. All ranks call it; rank 0 writes."""
-    from_rank_zero(world, lambda: _create(folder, key, world))
+    does not ask for, and identify the teacher as earlier revisions did (`formerly`). All ranks call it; rank 0
+    writes."""
+    from_rank_zero(world, lambda: _create(folder, key, world, formerly))
     wrong, machine = "", dict[str, str]()
     try:
-        key, machine = _read_manifest(folder, key)
+        key, machine = _read_manifest(folder, key, formerly)
     except UserError as error:
         wrong = error.what
     raise_if_any(world, wrong, SHARED_FOLDER)
@@ -276,7 +279,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-def _create(folder: Path, key: Key, world: World) -> None:
+def _create(folder: Path, key: Key, world: World, formerly: str) -> None:
     """Checks the folder, and writes the manifest if there is none."""
     try:
         existing = [path for path in folder.iterdir() if _is_content(path)] if folder.exists() else []
@@ -293,7 +296,7 @@ def _create(folder: Path, key: Key, world: World) -> None:
                     write_sealed(folder / MANIFEST, {"key": asdict(key), "machine": describe_machine(world)})
     except OSError as error:
         raise unwritable(folder, error) from error
-    _read_manifest(folder, key)
+    _read_manifest(folder, key, formerly)
 
 
 def _is_content(path: Path) -> bool:
@@ -301,7 +304,7 @@ def _is_content(path: Path) -> bool:
     return path.suffix != ".tmp" and path.name != LOCK
 
 
-def _read_manifest(folder: Path, key: Key) -> tuple[Key, dict[str, str]]:
+def _read_manifest(folder: Path, key: Key, formerly: str) -> tuple[Key, dict[str, str]]:
     """The key and the machine in the manifest. Raises if the manifest is damaged, or if its key does not serve
     `key`."""
     path, fix = folder / MANIFEST, "use a different folder for distill.cache, or delete this one"
@@ -314,7 +317,7 @@ def _read_manifest(folder: Path, key: Key) -> tuple[Key, dict[str, str]]:
         raise UserError(f"distill.cache: {reason}", fix) from None
     except (KeyError, TypeError, ValueError):
         raise UserError(f"distill.cache: {path}: not the manifest of a cache", fix) from None
-    key = key.serving(stored)
+    key = key.serving(stored, formerly)
     wanted = asdict(key)
     changes = [
         f"{LABELS.get(name, name)}: {' → '.join(_differing(stored.get(name), wanted.get(name)))}"

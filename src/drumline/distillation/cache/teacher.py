@@ -22,6 +22,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,13 +102,13 @@ def check_cacheable(recipe: Recipe, taps: tuple[str, ...], source: str) -> None:
 
 
 def open_cached_teacher(
-    recipe: Recipe, teacher: Teacher, identity: str, sets: Sets, plan: Plan, world: World
+    recipe: Recipe, teacher: Teacher, identity: Identity, sets: Sets, plan: Plan, world: World
 ) -> CachedTeacher:
     """Opens the recipe's cache, fills the missing blocks of this run's epochs, and spot-checks a few rows."""
     normalise = normaliser(sets, recipe)
     wanted = _rule(recipe, teacher, sets.transform.size, world)
     key = make_key(
-        teacher=identity,
+        teacher=identity.present,
         source=sets.train,
         transform=sets.transform,
         mean=sets.mean,
@@ -115,7 +116,7 @@ def open_cached_teacher(
         seed=recipe.run.seed,
         rule=wanted,
     )
-    cache = open_cache(Path(recipe.distill.cache), key, world)
+    cache = open_cache(Path(recipe.distill.cache), key, world, identity.former)
     rule = cache.key.rule
     epochs = range(math.ceil(plan.total / plan.per_epoch))
     missing = [(epoch, block) for epoch in epochs for block in cache.missing(epoch)]
@@ -173,28 +174,37 @@ def _rule(recipe: Recipe, teacher: Teacher, size: int, world: World) -> Rule:
     return Rule(output.logits.shape[1], str(dtype).removeprefix("torch."), recipe.distill.cache_top, width)
 
 
+class Identity(NamedTuple):
+    """What identifies the teacher in a key."""
+
+    present: str
+    former: str
+    """As earlier revisions wrote it: with the names of the modules that taps are read from."""
+
+
 def identify_teacher(
     distill: Distill, teachers: Sequence[LoadedTeacher], precision: Precision, temperature: float
-) -> str:
-    """What identifies the teacher in a key: models, weights as they were loaded, precision, and how an ensemble is
-    combined. Stored in caches, so the format must not change."""
-    parts = [
-        f"model={'+'.join(each.name for each in teachers)}",
-        f"weights={weights_sha256([each.module for each in teachers])}",
-        f"precision={precision.autocast_dtype or torch.float32}",
-    ]
+) -> Identity:
+    """Models, weights as they were loaded, precision, and how an ensemble is combined. Stored in caches, so the
+    format must not change."""
+    modules = [each.module for each in teachers]
+    models = [module.model if isinstance(module, Tapped) else module for module in modules]
+    names = f"model={'+'.join(each.name for each in teachers)}"
+    parts = [f"precision={precision.autocast_dtype or torch.float32}"]
     if len(teachers) > 1:
         shares = ",".join(f"{share:g}" for share in distill.shares or (1.0,) * len(teachers))
         parts.append(f"ensemble of {distill.ensemble} at T={temperature:g}, shares {shares}")
-    return "; ".join(parts)
+    present, former = (
+        "; ".join([names, f"weights={weights_sha256(each)}", *parts]) for each in (models, modules)
+    )
+    return Identity(present, former)
 
 
 def weights_sha256(modules: Sequence[nn.Module]) -> str:
-    """The SHA-256 of all parameters and buffers, with or without taps."""
-    models = [module.model if isinstance(module, Tapped) else module for module in modules]
+    """The SHA-256 of all parameters and buffers."""
     tensors = {
         f"{number}/{name}": tensor
-        for number, model in enumerate(models)
+        for number, model in enumerate(modules)
         for name, tensor in model.state_dict().items()
     }
     return state_sha256({"model": tensors})
