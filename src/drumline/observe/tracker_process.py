@@ -153,9 +153,8 @@ class Trackers:
 
     def finish(self, run: RunFacts, state: str, summary: Mapping[str, float]) -> None:
         """Ends all. An empty `state` leaves the run to another process, which continues it."""
-        known = (
-            state and Path(run.folder, RUN_ID).exists()
-        )  # also without new numbers, after a kill at the end
+        # A run that was killed at its very end has no new numbers when it is resumed.
+        known = state and Path(run.folder, RUN_ID).exists()
         self._active = {
             name: tracker
             for name, tracker in self._active.items()
