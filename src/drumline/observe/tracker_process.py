@@ -23,7 +23,7 @@ from typing import Any
 
 from drumline.observe.trackers import RUN_ID, TRACKERS, RunFacts, TensorBoard, Tracker, run_id
 
-FINISH_S = 20.0
+FINISH_S = 30.0
 """How long a run that has ended waits for a tracker."""
 SILENT_S = 3.0
 """How long of that without a message."""
@@ -194,7 +194,6 @@ def main(name: str) -> None:
             os.dup2(nothing.fileno(), descriptor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(10)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def reply(message: Mapping[str, str]) -> None:
