@@ -67,7 +67,10 @@ def test_the_most_frequent_class_is_the_guess_of_uneven_sets() -> None:
 
 
 def test_a_short_run_is_not_said_not_to_learn() -> None:
-    line = "top-1 is no better than a guess (16.67%) after only 199 steps: train longer"
+    line = (
+        "WARNING: after only 199 steps, top-1 (16.67%) is no better than always predicting the most frequent class "
+        "(16.67%): train longer"
+    )
     assert trend(total=199).accuracy(199, 100, 600) == line
     assert "the model is not learning" in trend(total=200).accuracy(200, 100, 600)
     assert not trend(total=199).accuracy(198, 100, 600)

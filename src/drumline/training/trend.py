@@ -44,14 +44,15 @@ class Trend:
         )
 
     def accuracy(self, step: int, correct: int, samples: int) -> str:
-        """A line if an evaluation is no better than a guess: a warning, or that the run was too short."""
+        """A warning if an evaluation is no better than a guess."""
         margin = SIGMAS * math.sqrt(self.guess * (1 - self.guess) / samples)
         if correct / samples > self.guess + margin or (self._at_chance and step < self.total):
             return ""
         epochs = EPOCHS * self.per_epoch
         if step == self.total < STEPS and step >= epochs:
             return (
-                f"top-1 is no better than a guess ({self.guess:.2%}) after only {step:,} steps: train longer"
+                f"WARNING: after only {step:,} steps, top-1 ({correct / samples:.2%}) is no better than always "
+                f"predicting the most frequent class ({self.guess:.2%}): train longer"
             )
         if step < max(STEPS, epochs):
             return ""

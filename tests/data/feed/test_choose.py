@@ -94,7 +94,7 @@ def test_threads_are_chosen_and_reported_with_both_figures(photos: Path, rates: 
     rates[:] = [1000.0, 900.0]
     assert chosen(photos) == (
         LoaderWorkers("threads", 2),
-        "decoding by 2 threads: 1,000 img/s by 2 threads, about 1,800 by 2 processes",
+        "decoding by 2 threads: 1,000 img/s (2 processes: 1,800 at best)",
     )
 
 
@@ -115,7 +115,7 @@ def test_a_set_of_png_files_is_measured(drawings: Path) -> None:
     workers, reported = chosen(drawings)
     assert workers.count == 2
     assert f"decoding by {workers}: " in reported
-    assert "img/s by 2 threads" in reported
+    assert "img/s (2 processes: " in reported
 
 
 def test_one_worker_is_reported_in_the_singular() -> None:

@@ -145,8 +145,10 @@ def _threads_or_processes(
     requests = _trial(dataset)
     alone = _rate(lambda: len(make_batch(dataset, transform, seed, next(requests)).batch.labels))
     processes = LoaderWorkers("processes", threads.count)
-    figures = f"{by_threads:,.0f} img/s by {threads}, about {alone * threads.count:,.0f} by {processes}"
-    return (processes if alone * threads.count > PROCESS_GAIN * by_threads else threads), figures
+    most = alone * threads.count
+    if most > PROCESS_GAIN * by_threads:
+        return processes, f"{most:,.0f} img/s at best ({threads}: {by_threads:,.0f})"
+    return threads, f"{by_threads:,.0f} img/s ({processes}: {most:,.0f} at best)"
 
 
 def _trial(dataset: Dataset) -> Iterator[Request]:
