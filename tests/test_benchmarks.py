@@ -351,6 +351,10 @@ def test_distill_table_trains_each_run_once_and_lists_missing_runs(
     assert printed.splitlines()[-1].endswith("no verdict: kd.")
     runs = json.loads((folder / "results.json").read_text())["runs"]
     assert {run["method"] for run in runs} == {"teacher", "alone", "kd"}
+    kept = [path.suffix for path in folder.rglob("*") if path.is_file()]
+    assert set(kept) == {".json", ".log", ".safetensors"}
+    assert kept.count(".safetensors") == 1, "the teacher's"
+    folder = folder.rename(folder.with_name("moved"))
 
     out = ("--small", "--out", str(folder))
     table = script("distill_table", *out, "--seeds", "0", "1", "--methods", "kd", "dkd", "--budget", "0")
@@ -461,27 +465,10 @@ def test_distill_table_rejects_an_unknown_method_before_training(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_distill_table_continues_in_a_different_folder_and_keeps_only_what_that_needs(
-    script: Any, capsys: Any, tmp_path: Path
-) -> None:
-    data = tmp_path / "cifar100.npz"
-    pixels = np.random.default_rng(0).integers(0, 255, (256, 32, 32, 3), dtype=np.uint8)
-    labels = np.arange(256) % 100
-    np.savez(data, x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
-    line = ("--methods", "kd", "--seeds", "0", "--pairs", "resnet14-resnet8", "--epochs")
-    table = script("distill_table", "--data", str(data), "--out", str(tmp_path / "one"), *line, "2")
-    assert table.main() == 0, capsys.readouterr()
-    printed = capsys.readouterr().out
-    assert rows(printed, "kd")
-    kept = {path.suffix for path in (tmp_path / "one").rglob("*") if path.is_file()}
-    assert kept == {".json", ".log", ".safetensors"}
-    assert len([*(tmp_path / "one").rglob("*.safetensors")]) == 1, "the teacher's"
-
-    (tmp_path / "one").rename(tmp_path / "two")
-    script("distill_table", "--data", str(data), "--out", str(tmp_path / "two"), *line, "2", "--budget", "0")
-    assert table.main() == 0
-    assert rows(capsys.readouterr().out, "kd") == rows(printed, "kd")
+def test_distill_table_takes_an_npz_file(script: Any, tmp_path: Path) -> None:
+    table = script("distill_table")
+    setting = table.Setting("cifar100", "cifar100.npz", "resnet56-resnet20", 240, ("alone", "kd"), (0,))
+    assert all("data.source=npz" in job.words for job in table.jobs_of(setting))
 
 
 def test_distill_table_calls_a_run_that_was_stopped_while_it_started_unfinished(
