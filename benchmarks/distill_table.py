@@ -11,9 +11,9 @@ Each run is a process of its own in a run folder of its own. `--jobs` run at a t
 small for one of them to fill a GPU. (Processes share a GPU at the same time only under `nvidia-cuda-mps-control -d`,
 otherwise in turns.) Ctrl-C, or the end of `--budget` seconds, saves all of them; the same command continues them.
 Finished runs are listed in OUT/results.json and are not repeated; `--budget 0` prints what exists. OUT can move to a
-different machine between two sittings: it holds the weights of the teachers and the folders of unfinished runs.
-Prints a markdown table per pair beside the published accuracies, the missing runs and the commands. Exits with 1 if a
-run failed.
+different machine between two sittings: it holds the weights of the teachers and the newest checkpoints of
+unfinished runs. Prints a markdown table per pair beside the published accuracies, the missing runs and the commands.
+Exits with 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from drumline.core.files import write_text
 from drumline.distillation.methods import METHODS as KINDS
 from drumline.distillation.presets import preset_arguments, preset_names
 from drumline.distillation.selection import select_methods
+from drumline.state.checkpoint import checkpoints
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_report import LITERATURE, Done, Job, Setting, report
@@ -298,8 +299,13 @@ class Table:
             )
 
     def _end(self, run: Run, code: int) -> None:
-        """Enters the result of a process that has ended, and deletes the run folder of a finished run."""
+        """Enters the result of a process that has ended. Keeps of a stopped run what continues it, the newest
+        checkpoint, and nothing of the folder of a finished one."""
+        folder = self._runs / run.name
         if code in STOPPED:
+            older = [path for each in folder.rglob("checkpoints") for path in checkpoints(each)[:-1]]
+            for path in (*older, *folder.rglob("weights")):
+                shutil.rmtree(path)
             self.missing[run] = "saved; the same command continues it"
             return
         if code:
@@ -308,7 +314,7 @@ class Table:
             print(f"{run}: {self.missing[run]}", file=sys.stderr)
             return
         result = json.loads(self._printed(run).read_text().splitlines()[-1])
-        folder, teacher = self._runs / run.name, run.teacher
+        teacher = run.teacher
         if not teacher:
             weights = (folder / "weights" / "last.safetensors").replace(self._teacher_weights(run))
             teacher = sha256(weights)
