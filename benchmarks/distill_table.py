@@ -8,10 +8,12 @@ which have no presets, use the same schedule and the weights of each method's pa
 (`crd+kd`), use standardised logits (`kd+ls`), or change fields of the recipe's section `distill` (`dist@T=4`).
 
 Each run is a process of its own in a run folder of its own. `--jobs` run at a time: the networks of CIFAR-100 are too
-small for one of them to fill a GPU. Ctrl-C, or the end of `--budget` seconds, saves all of them; the same command
-continues them. Finished runs are listed in OUT/results.json and are not repeated; `--budget 0` prints what exists.
-Prints a markdown table per pair beside the published accuracies, the missing runs and the commands. Exits with 1 if a
-run failed.
+small for one of them to fill a GPU. (Processes share a GPU at the same time only under `nvidia-cuda-mps-control -d`,
+otherwise in turns.) Ctrl-C, or the end of `--budget` seconds, saves all of them; the same command continues them.
+Finished runs are listed in OUT/results.json and are not repeated; `--budget 0` prints what exists. OUT can move to a
+different machine between two sittings: it holds the weights of the teachers and the newest checkpoints of
+unfinished runs. Prints a markdown table per pair beside the published accuracies, the missing runs and the commands.
+Exits with 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import hashlib
 import json
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +40,7 @@ from drumline.core.files import write_text
 from drumline.distillation.methods import METHODS as KINDS
 from drumline.distillation.presets import preset_arguments, preset_names
 from drumline.distillation.selection import select_methods
+from drumline.state.checkpoint import checkpoints
 
 sys.path.insert(0, str(Path(__file__).parent))
 from distill_report import LITERATURE, Done, Job, Setting, report
@@ -47,6 +51,8 @@ EVALUATIONS = 6
 CHECKPOINTS = 12
 GRACE_S = 60.0
 """How long a run that was asked to stop may take to save itself."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
+"""Exit codes of a run that was asked to stop; the last one while it was starting."""
 SETS = {
     "cifar100": ("data.source=cifar100 data.augment=shift-flip", 64, "resnet32x4-resnet8x4"),
     "imagenette": ("data.source=folder data.size=160", 64, "resnet34-resnet18"),
@@ -70,9 +76,9 @@ def main() -> int:
     table = Table(options.out, options.jobs, begun + options.budget)
     try:
         table.make([Run(setting, teacher_of(setting)) for setting in settings])
-        taught = [setting for setting in settings if table.teacher(setting)]
+        taught = [(setting, done.teacher) for setting in settings if (done := table.teacher(setting))]
         # The first seed of every pair before the second of any.
-        rounds = zip(*([Run(setting, job) for job in jobs[setting.pair]] for setting in taught), strict=True)
+        rounds = zip(*([Run(each, job, sha) for job in jobs[each.pair]] for each, sha in taught), strict=True)
         table.make([run for each in rounds for run in each])
     except KeyboardInterrupt:
         print("distill_table: interrupted; the same command continues the runs", file=sys.stderr)
@@ -129,7 +135,7 @@ def jobs_of(setting: Setting) -> list[Job]:
     for seed in setting.seeds:
         for method in setting.methods:
             words = recipe_words(setting, method, seed)
-            recipe = Recipe.from_args(words)
+            recipe = Recipe.from_args([*words, *data_words(setting)])
             if method != "alone":
                 select_methods(recipe.distill)
             jobs.append(Job(method, seed, " ".join(words)))
@@ -151,6 +157,11 @@ def recipe_words(setting: Setting, method: str, seed: int) -> list[str]:
         "checkpoint.keep=1",
         f"run.seed={seed}",
     ]
+
+
+def data_words(setting: Setting) -> list[str]:
+    """Where the data is, which does not belong to the recipe of a run."""
+    return [f"data.path={Path(setting.data).absolute()}"] if setting.data else []
 
 
 def own_words(setting: Setting, method: str) -> list[str]:
@@ -206,11 +217,13 @@ class Run:
 
     setting: Setting
     job: Job
+    teacher: str = ""
+    """SHA-256 of the teacher's weights; empty for the teacher itself."""
 
     @property
     def name(self) -> str:
-        """The name of its run folder; a different recipe gets a different one."""
-        recipe = hashlib.sha256(self.job.words.encode()).hexdigest()[:8]
+        """The name of its run folder; a different recipe or teacher gets a different one."""
+        recipe = hashlib.sha256(f"{self.job.words}{self.teacher}".encode()).hexdigest()[:8]
         method = re.sub(r"[^\w+.-]", "_", self.job.method)
         return f"{self.setting.pair}-{method}-{self.job.seed}-{recipe}"
 
@@ -236,7 +249,7 @@ class Table:
     def teacher(self, setting: Setting) -> Done | None:
         """The result of a pair's teacher, if its weights are there."""
         run = Run(setting, teacher_of(setting))
-        weights = self._weights(run)
+        weights = self._teacher_weights(run)
         found = sha256(weights) if weights.exists() else ""
         return next((done for done in self.book if done.answers(setting.pair, run.job, found)), None)
 
@@ -264,21 +277,20 @@ class Table:
         self.missing |= dict.fromkeys(waiting, "no time left")
 
     def _done(self, run: Run) -> bool:
-        if run.job.method == "teacher":
+        if not run.teacher:
             return self.teacher(run.setting) is not None
-        taught = self.teacher(run.setting)
-        return taught is not None and any(
-            done.answers(run.setting.pair, run.job, taught.teacher) for done in self.book
-        )
+        return any(done.answers(run.setting.pair, run.job, run.teacher) for done in self.book)
 
     def _start(self, run: Run) -> subprocess.Popen[str]:
-        setting, words = run.setting, run.job.words.split()
-        words += [f"data.path={Path(setting.data).absolute()}"] if setting.data else []
+        setting = run.setting
+        words = [*run.job.words.split(), *data_words(setting)]
         words += [f"run.dir={self._runs}", f"run.name={run.name}", "checkpoint.resume=auto"]
         command = "train"
         if run.job.method not in ("teacher", "alone"):
             command = "distill"
-            words.append(f"distill.teacher_weights={self._weights(Run(setting, teacher_of(setting)))}")
+            words.append(
+                f"distill.teacher_weights={self._teacher_weights(Run(setting, teacher_of(setting)))}"
+            )
         self._runs.mkdir(exist_ok=True)
         print(f"{run}: starts", file=sys.stderr)
         with self._printed(run).open("w") as out, self._log(run).open("a") as err:
@@ -287,8 +299,13 @@ class Table:
             )
 
     def _end(self, run: Run, code: int) -> None:
-        """Enters the result of a process that has ended."""
-        if code in (130, 143):
+        """Enters the result of a process that has ended. Keeps of a stopped run what continues it, the newest
+        checkpoint, and nothing of the folder of a finished one."""
+        folder = self._runs / run.name
+        if code in STOPPED:
+            older = [path for each in folder.rglob("checkpoints") for path in checkpoints(each)[:-1]]
+            for path in (*older, *folder.rglob("weights")):
+                shutil.rmtree(path)
             self.missing[run] = "saved; the same command continues it"
             return
         if code:
@@ -297,13 +314,16 @@ class Table:
             print(f"{run}: {self.missing[run]}", file=sys.stderr)
             return
         result = json.loads(self._printed(run).read_text().splitlines()[-1])
-        taught = self.teacher(run.setting)
+        teacher = run.teacher
+        if not teacher:
+            weights = (folder / "weights" / "last.safetensors").replace(self._teacher_weights(run))
+            teacher = sha256(weights)
         done = Done(
             pair=run.setting.pair,
             method=run.job.method,
             seed=run.job.seed,
             words=run.job.words,
-            teacher=taught.teacher if taught else sha256(self._weights(run)),
+            teacher=teacher,
             machine=f"{machine()}, torch {torch.__version__}",
             correct=result["correct"],
             samples=result["samples"],
@@ -313,6 +333,7 @@ class Table:
         )
         self.book.append(done)
         write_text(self._results, json.dumps({"runs": [asdict(each) for each in self.book]}, indent=1) + "\n")
+        shutil.rmtree(folder)
         print(f"{run}: top-1 {done.top1:.2%}", file=sys.stderr)
 
     @property
@@ -323,8 +344,8 @@ class Table:
     def _runs(self) -> Path:
         return self.out.absolute() / "runs"
 
-    def _weights(self, run: Run) -> Path:
-        return self._runs / run.name / "weights" / "last.safetensors"
+    def _teacher_weights(self, run: Run) -> Path:
+        return self.out.absolute() / f"{run.name}.safetensors"
 
     def _printed(self, run: Run) -> Path:
         return self._runs / f"{run.name}.json"

@@ -351,6 +351,10 @@ def test_distill_table_trains_each_run_once_and_lists_missing_runs(
     assert printed.splitlines()[-1].endswith("no verdict: kd.")
     runs = json.loads((folder / "results.json").read_text())["runs"]
     assert {run["method"] for run in runs} == {"teacher", "alone", "kd"}
+    kept = [path.suffix for path in folder.rglob("*") if path.is_file()]
+    assert set(kept) == {".json", ".log", ".safetensors"}
+    assert kept.count(".safetensors") == 1, "the teacher's"
+    folder = folder.rename(folder.with_name("moved"))
 
     out = ("--small", "--out", str(folder))
     table = script("distill_table", *out, "--seeds", "0", "1", "--methods", "kd", "dkd", "--budget", "0")
@@ -376,8 +380,8 @@ def test_distill_table_saves_its_runs_at_the_deadline_and_continues_them(
     printed = capsys.readouterr()
     assert "the teacher is not trained yet (saved; the same command continues it)" in printed.out
     (log,) = (tmp_path / "runs").glob("*.log")
-    checkpoints = [*(tmp_path / "runs").glob("*/checkpoints/step-*")]
-    assert checkpoints, log.read_text()
+    assert len([*(tmp_path / "runs").glob("*/checkpoints/step-*")]) == 1, log.read_text()
+    assert not [*(tmp_path / "runs").glob("*/weights")]
 
 
 def test_layouts_finds_pipelines_faster_than_stages_in_turn_and_slower_than_their_ideal(
@@ -459,6 +463,20 @@ def test_distill_table_rejects_an_unknown_method_before_training(
     assert table.main() == 2
     assert "distill.method = kdd" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_distill_table_takes_an_npz_file(script: Any, tmp_path: Path) -> None:
+    table = script("distill_table")
+    setting = table.Setting("cifar100", "cifar100.npz", "resnet56-resnet20", 240, ("alone", "kd"), (0,))
+    assert all("data.source=npz" in job.words for job in table.jobs_of(setting))
+
+
+def test_distill_table_calls_a_run_that_was_stopped_while_it_started_unfinished(
+    script: Any, capsys: Any, tmp_path: Path
+) -> None:
+    table = script("distill_table", "--small", "--out", str(tmp_path), "--budget", "0.5")
+    assert table.main() == 0, capsys.readouterr()
+    assert "the teacher is not trained yet (saved; the same command continues it)" in capsys.readouterr().out
 
 
 def test_distill_table_runs_presets_and_shortens_warm_ups_and_initial_phases(script: Any) -> None:

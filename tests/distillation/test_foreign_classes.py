@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,13 @@ def test_the_loss_is_that_of_the_same_features_under_any_classifier(
         found.append([line["loss"] for line in lines if "attention" in line])
     assert found[0] == found[1]
     assert len(found[0]) == 2
+
+
+def test_teachers_of_different_classes_teach_together_by_their_features(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = (weights(tmp_path, 10), weights(tmp_path, 100))
+    chosen = recipe(tmp_path, files[0], ("rkd",))
+    both = replace(chosen.distill, teacher=("resnet14", "resnet14"), teacher_weights=files)
+    _, lines = ran(tmp_path, replace(chosen, distill=both), capsys)
+    assert len([line for line in lines if line.get("rkd_1") and line.get("rkd_2")]) == 2

@@ -162,6 +162,7 @@ def test_its_code_is_part_of_the_software_and_a_recipe_file_needs_trust(
         ("RaisesInNeeds", "its needs raised IndexError at own_methods.py:", "correct it"),
         ("NoModule", "helper returned a function", "return an nn.Module or None"),
         ("TensorFromHelper", "its helper returned a Tensor, not a dict", "return a dict"),
+        ("Lazy", "its helper has parameters without a shape", 'nn.Linear(student.shapes["pooled"][0], ...)'),
         ("Drifting", "the parameter linear.weight of its helper changes", "make it a buffer"),
     ],
 )

@@ -18,6 +18,7 @@ from drumline.distillation.presets import (
     published,
     published_by,
 )
+from drumline.distillation.selection import select_methods, temperature
 from drumline.models.registry import create_model
 
 PARAMETERS = {
@@ -89,9 +90,7 @@ def test_a_recipe_without_a_teacher_sets_no_field_of_distillation() -> None:
     for name in lone:
         assert not any(word.startswith("distill.") for word in preset_arguments(name))
     for name in set(preset_names()) - set(lone):
-        assert {"distill.teacher", "distill.method", "distill.r", "distill.a", "distill.T"} < set(
-            fields(name)
-        )
+        assert {"distill.teacher", "distill.method", "distill.r", "distill.a"} < set(fields(name))
 
 
 SCHEDULE = [
@@ -170,7 +169,6 @@ SCHEDULE = [
                 "distill.r=1.0",
                 "distill.a=0.0",
                 "distill.b=1000.0",
-                "distill.T=4.0",
                 "distill.options=layers=3+4",
                 "optim.name=sgd",
                 "optim.lr=0.1",
@@ -221,7 +219,7 @@ def test_weights_of_presets_are_those_of_the_methods(
     assert given["distill.method"] == method.split("+")[0]
     assert (float(given["distill.r"]), float(given["distill.a"])) == (r, a)
     assert (float(given["distill.b"]) if "distill.b" in given else None) == b
-    assert given["distill.T"] == "4.0"
+    assert given.get("distill.T") == ("4.0" if a or method == "dist" else None)
     assert "distill.standardise" not in given
 
 
@@ -512,3 +510,12 @@ def test_arguments_that_count_as_a_preset(tmp_path: Path, monkeypatch: pytest.Mo
         assert not is_preset(word)
     (tmp_path / "imagenet" / "train").mkdir(parents=True)
     assert not is_preset("imagenet/train")
+
+
+def test_a_preset_sets_a_temperature_if_a_method_reads_it() -> None:
+    for name in preset_names():
+        given = dict(word.split("=", 1) for word in preset_arguments(name))
+        if "distill.method" in given:
+            selection = select_methods(Recipe.from_args([*preset_arguments(name), "data.path=x"]).distill)
+            reads = any(temperature(each.method) is not None for each in selection.methods)
+            assert ("distill.T" in given) == reads, name

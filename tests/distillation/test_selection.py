@@ -402,3 +402,20 @@ def test_the_temperature_is_logged_for_methods_that_have_one(monkeypatch: pytest
         has = any("T" in vars(part.method) for part in method.methods)
         assert (", T = " in method.describe()) == has, name
     assert ", T = 1" in chosen("srd").describe()
+
+
+@pytest.mark.parametrize(
+    ("methods", "noted"),
+    [(("hint",), True), (("ctkd",), True), (("hint", "kd"), False), (("srd",), False)],
+)
+def test_the_log_says_that_no_method_reads_the_temperature(methods: tuple[str, ...], noted: bool) -> None:
+    line = select_methods(Distill(method=methods, T=2.0)).describe()
+    assert ("no method reads distill.T" in line) == noted
+    assert "reads distill.T" not in select_methods(Distill(method=methods)).describe()
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("fit-net", "hint"), ("review-kd", "reviewkd"), ("kkd", "kd")])
+def test_a_misspelt_method_is_answered_with_the_name_of_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UserError) as caught:
+        select_methods(Distill(method=(typed,)))
+    assert caught.value.fix == f"did you mean {meant}?"

@@ -46,6 +46,8 @@ class Selection:
     """The initial phases that come before: their methods and epochs."""
     phase: str = ""
     """The method whose initial phase this is; empty for the main phase."""
+    unused_T: bool = False
+    """The recipe has a temperature, but no method does."""
 
     @property
     def relating(self) -> list[str]:
@@ -66,6 +68,8 @@ class Selection:
 
     def _temperatures(self) -> str:
         found = {each.name: T for each in self.methods if (T := temperature(each.method)) is not None}
+        if self.unused_T:
+            return " (no method reads distill.T)"
         if len(set(found.values())) > 1:
             return ", T = " + ", ".join(f"{T:g} ({name})" for name, T in found.items())
         return "".join(f", T = {T:g}" for T in set(found.values()))
@@ -131,7 +135,8 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
     )
     standardised = tuple(each.name for each in on_logits) if distill.standardise else ()
     T = next((T for each in on_logits or methods if (T := temperature(each.method)) is not None), 1.0)
-    return Selection(r, tuple(methods), T, standardised, initial)
+    unused_T = distill.T != "auto" and all(temperature(method) is None for method in built.values())
+    return Selection(r, tuple(methods), T, standardised, initial, unused_T=unused_T)
 
 
 def check_selection(selection: Selection, recipe: Recipe) -> None:

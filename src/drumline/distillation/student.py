@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from drumline.config.layouts import layout_named
 from drumline.config.recipe import Recipe
@@ -160,6 +161,11 @@ class FittedNetworks:
                 raise UserError(
                     f"{title_of(method)}: helper returned a {type(helper).__name__}",
                     "return an nn.Module or None",
+                )
+            if helper is not None and any(map(is_lazy, helper.parameters())):
+                raise UserError(
+                    f"{title_of(method)}: its helper has parameters without a shape",
+                    'build it from the shapes, such as nn.Linear(student.shapes["pooled"][0], ...), not LazyLinear',
                 )
             if helper is not None:
                 helpers[each.name] = helper

@@ -174,8 +174,8 @@ class Teacher:
             for name in names
         }
         logits = [each for each, _ in pairs]
-        if not several:
-            return TeacherOutput(logits[0], taps)
+        if len({each.shape for each in logits}) > 1 or not several:
+            return TeacherOutput(logits[0], taps)  # nobody reads the logits of teachers of different classes
         return TeacherOutput(ensemble(logits, self.shares, self.rule, self.temperature), taps)
 
     def _named(self) -> list[tuple[int, str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from drumline.config.aliases import method_name
+from drumline.config.aliases import METHOD_ALIASES, method_name
 from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.text import did_you_mean
@@ -57,7 +57,8 @@ def method_class(name: str) -> type[Method]:
     name = method_name(name)
     if name not in METHODS:
         module, dot, last = name.rpartition(".")
-        near = [f"{module}:{last}"] if dot else get_close_matches(name, METHODS, n=1)
+        spelled = map(method_name, get_close_matches(name, (*METHODS, *METHOD_ALIASES), n=1))
+        near = [f"{module}:{last}"] if dot else [*spelled]
         known = f"use one of: {', '.join(METHODS)}, or your own as package.module:Class"
         raise UserError(
             f"distill.method = {name}: unknown method", f"did you mean {near[0]}?" if near else known
