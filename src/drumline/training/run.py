@@ -44,6 +44,7 @@ from drumline.training.defaults import choose_defaults
 from drumline.training.metrics import Metric
 from drumline.training.model import choose_head_rate, model_record, size_warning
 from drumline.training.output import RunOutput
+from drumline.training.page import RunPage
 from drumline.training.reporter import MeterReader, RunReporter
 from drumline.training.resume import FROZEN, forget_best, restore, saved_facts, threads_of
 from drumline.training.schedule import Plan, make_plan
@@ -88,6 +89,7 @@ class Run:
     shard_writer: ShardWriter | None
     """Writes shards of checkpoints, on the other ranks."""
     reporter: RunReporter
+    page: RunPage
     timeline: StepTimeline | None
 
     def __init__(self, recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> None:
@@ -149,6 +151,11 @@ class Run:
     def log(self, text: str, show: bool = True) -> None:
         """Adds a line to the log, and to the screen if `show`."""
         self.reporter.run_log.log(text, show)
+
+    def _late(self, text: str) -> None:
+        """A line after the log has been closed."""
+        self.reporter.display.log(text)
+        self.record(text)
 
     def record(self, text: str) -> None:
         """A line for log.txt from a signal handler."""
@@ -242,6 +249,16 @@ class Run:
         """Opens what the run writes: log and checkpoints on rank 0, shards on the other ranks."""
         recipe, world = self.recipe, self.world
         self.output = self.shard_writer = None
+        self.page = RunPage(
+            self.folder.path if self.folder is not None else None,
+            self.sets,
+            world,
+            recipe.run.seed,
+            self.task.teacher_predictions,
+            log=self.log,
+            begun=lambda: self.output is not None and self.output.begun,
+        )
+        cleanup.callback(self.page.close, self._late)  # after the log, and before the lock of the folder
         if self.folder is not None:
             self.output = RunOutput(self.folder, recipe, environment, self.position, display, cleanup)
             if not self.folder.holds_run:
