@@ -23,7 +23,7 @@ from drumline.core.files import CorruptError, read_small, write_bytes, write_tex
 from drumline.report.scores import Numbers, Report
 
 FOLDER = "report"
-EVALUATION = "evaluation.npz"
+FACTS, EVALUATION = "run.json", "evaluation.npz"
 MISTAKES, BATCH = "mistakes.json", "batch.json"
 MAX_BYTES = 1 << 28
 TILE = 96

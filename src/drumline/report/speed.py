@@ -1,0 +1,174 @@
+"""Where the time of a run went: the verdict of `drumline why`, the parts of a step per rank and over time, throughput,
+and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from xml.etree.ElementTree import Element
+
+from drumline.core.text import percent, rate
+from drumline.diagnosis.evidence import Interval, merged
+from drumline.diagnosis.figures import Figures
+from drumline.diagnosis.slowdown import Slowdown
+from drumline.report.charts import Axis, Series, line_chart, parts_legend, stacked_columns, thinned
+from drumline.report.elements import Child, el, folded, table
+from drumline.report.learning import points
+from drumline.report.read import RunFacts
+
+HOST = {
+    "waiting for data": ("data",),
+    "teacher": ("teacher",),
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "waiting for other processes": ("exchange",),
+    "optimizer": ("optimizer",),
+    "guards, logs, the rest": ("compute", "guards", "log", "other"),
+    "evaluation": ("evaluation",),
+    "saving": ("checkpoint",),
+}
+"""Parts of the time on a CPU: the parts of `core/account.py` that each consists of."""
+DEVICE = {
+    "computing": "compute_ms",
+    "waiting for data": "data_ms",
+    "waiting for the host": "late_ms",
+    "evaluation": "host_evaluation_ms",
+    "saving": "host_checkpoint_ms",
+}
+"""The same on a GPU, where the device's own time counts."""
+CLASSES = {
+    "computing": "p-forward",
+    "waiting for data": "p-data wait",
+    "waiting for the host": "p-other wait",
+    "waiting for other processes": "p-exchange wait",
+    "teacher": "p-teacher",
+    "forward": "p-forward",
+    "backward": "p-backward",
+    "optimizer": "p-optimizer",
+    "guards, logs, the rest": "p-other",
+    "evaluation": "p-evaluation",
+    "saving": "p-saving",
+}
+"""The look of each part. Those in which nothing is computed are hatched."""
+RANKS = 32
+COLUMNS = 48
+
+
+def speed(run: RunFacts) -> list[Child]:
+    """The section."""
+    intervals = run.evidence.intervals
+    if not intervals:
+        return [el("p", "No times are recorded yet.", class_="none")]
+    on_gpu = Figures(run.evidence).on_gpu
+    shown: list[Child] = [verdict(run.slowdowns)]
+    charts: list[Child] = [over_time(intervals, on_gpu)]
+    axis = Axis("images per second", "{:,.0f}".format, low=0.0)
+    charts.append(
+        line_chart(
+            "Throughput, images per second",
+            [Series("images per second", points(run.train, "images_per_s"), 3)],
+            axis,
+        )
+    )
+    charts += resources(intervals)
+    return [*shown, per_rank(intervals, on_gpu), el("div", charts, class_="charts")]
+
+
+def verdict(found: Sequence[Slowdown] | None) -> Element | None:
+    """What `drumline why` says."""
+    if found is None:
+        return None
+    if not found:
+        return el(
+            "p",
+            el("b", "Nothing stands out. "),
+            "`drumline why` finds no setting that would make this run faster.",
+            class_="verdict",
+        )
+    items = []
+    for each in found:
+        change: list[Child] = [el("code", each.flag), " "] if each.flag else []
+        change += [each.fix + " "] if each.fix else []
+        if each.saving:
+            change.append(
+                f"Saves {percent(each.saving)}: {rate(each.images_per_s, 'img')} → "
+                f"{rate(each.predicted_images_per_s, 'img')}."
+            )
+        items.append(el("li", el("p", each.text), el("p", change, class_="change") if change else None))
+    return el("div", el("h3", "What would make it faster"), el("ol", items), class_="verdict")
+
+
+def parts_of(interval: Interval, on_gpu: bool, rank: int | None = None) -> dict[str, float]:
+    """Milliseconds of a mean step by part: of a rank, or the mean over all."""
+
+    def value(name: str) -> float:
+        return interval.mean(name) if rank is None else interval.get(name)[rank]
+
+    if on_gpu:
+        return {part: value(name) for part, name in DEVICE.items()}
+    return {part: sum(value(f"host_{name}_ms") for name in names) for part, names in HOST.items()}
+
+
+def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
+    """A row for each process: a bar of the parts of its mean step, and its memory."""
+    whole = merged(intervals[1:] or intervals)
+    every = {rank: parts_of(whole, on_gpu, rank) for rank in range(whole.ranks)}
+    longest = max(sum(parts.values()) for parts in every.values()) or 1.0
+    used = {kind: CLASSES[kind] for kind in every[0] if any(parts[kind] > 0 for parts in every.values())}
+    memory = "memory_mb" in whole.values
+    rows = []
+    for rank in thinned(list(every), RANKS):
+        parts = every[rank]
+        bar = el(
+            "div",
+            [
+                el(
+                    "i",
+                    class_=f"seg {class_}",
+                    style=f"width:{100 * parts[kind] / longest:.2f}%",
+                    title=f"{kind}: {parts[kind]:.1f} ms",
+                )
+                for kind, class_ in used.items()
+                if parts[kind] / longest > 0.001
+            ],
+            class_="bar",
+            aria_hidden="true",
+        )
+        cells: list[Child] = [f"{rank}", bar, f"{sum(parts.values()):.1f}"]
+        rows.append([*cells, *([f"{whole.get('memory_mb')[rank]:,.0f}"] if memory else [])])
+    header = ["rank", "mean step", "ms", *(["memory, MiB"] if memory else [])]
+    left_out = ", without the first interval" if len(intervals) > 1 else ""
+    bars = table(f"Mean step of each process{left_out}", header, rows, class_="ranks")
+    exact = [[kind, *(f"{every[rank][kind]:.2f}" for rank in thinned(list(every), RANKS))] for kind in used]
+    numbers = table("Milliseconds by part and rank", ["part", *map(str, thinned(list(every), RANKS))], exact)
+    return el("div", parts_legend(used), bars, folded("Numbers", numbers), class_="card")
+
+
+def over_time(intervals: Sequence[Interval], on_gpu: bool) -> Element:
+    """A column for each interval, or for several."""
+    size = -(-len(intervals) // COLUMNS)
+    groups = [merged(intervals[start : start + size]) for start in range(0, len(intervals), size)]
+    columns = [(f"{group.epoch:.3g}", parts_of(group, on_gpu)) for group in groups]
+    axis = Axis("milliseconds", lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
+    return stacked_columns("Mean step over time, milliseconds", columns, CLASSES, axis, "epoch")
+
+
+def resources(intervals: Sequence[Interval]) -> list[Child]:
+    """Memory and cores over time: the highest and the lowest rank where there are several."""
+    charts: list[Child] = []
+    names: Mapping[str, tuple[str, str]] = {
+        "memory_mb": ("Memory of a process, MiB", "{:,.0f}"),
+        "gpu_memory_mb": ("GPU memory, MiB", "{:,.0f}"),
+        "own_cores": ("Cores used by a process", "{:.2g}"),
+    }
+    for name, (title, form) in names.items():
+        having = [each for each in intervals if name in each.values]
+        if not having:
+            continue
+        lines = [
+            Series("highest rank", [(each.epoch, max(each.get(name))) for each in having], 1, 0, marked=True)
+        ]
+        if having[-1].ranks > 1:
+            lowest = [(each.epoch, min(each.get(name))) for each in having]
+            lines.append(Series("lowest rank", lowest, 2, 1, marked=True))
+        charts.append(line_chart(title, lines, Axis(title, form.format, low=0.0)))
+    return charts
