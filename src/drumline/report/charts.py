@@ -1,8 +1,8 @@
 """Charts as SVG: lines, stacked columns, and the diagram of a calibration.
 
-Promises: a chart is a figure with a title, a legend and, folded, a table of its numbers, which is what a screen reader
-and the script that shows values use. Series differ in dashes and markers, too, not in colour alone. Colours are
-variables of the style sheet. Nothing that is not finite is drawn.
+Promises: a chart is a figure with a title, a legend and, folded, a table of its numbers, for screen readers and for
+the script that shows values. Series differ in dashes and markers, too, not in colour alone. Colours are variables of
+the style sheet. Nothing that is not finite is drawn.
 """
 
 from __future__ import annotations

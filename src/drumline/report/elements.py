@@ -66,6 +66,11 @@ def folded(title: str, *content: Cell, open_: bool = False) -> Element:
     return el("details", el("summary", title), *content, open="" if open_ else None)
 
 
+def prose(text: str) -> list[Child]:
+    """The text with its `code` as such."""
+    return [el("code", part) if number % 2 else part for number, part in enumerate(text.split("`"))]
+
+
 def html(root: Element) -> str:
     """The document."""
     return "<!doctype html>\n" + ElementTree.tostring(root, encoding="unicode", method="html") + "\n"

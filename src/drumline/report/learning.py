@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 from drumline.core.text import counted, duration, loss_text, rate
 from drumline.report.charts import LOG_FROM, Axis, Point, Series, line_chart
-from drumline.report.elements import Child, el
+from drumline.report.elements import Child, el, prose
 from drumline.report.read import RunFacts
 
 STATES = {
@@ -43,9 +43,10 @@ def summary_sentence(run: RunFacts) -> str:
     text += "."
     if best:
         top1 = run.score(best, "top1")
-        correct = f" of {best['samples']:,} images" if isinstance(best.get("samples"), int) else ""
+        images = f"{best['samples']:,} images" if isinstance(best.get("samples"), int) else "images"
         if top1 is not None:
-            text += f" At its best, after epoch {best['epoch']:g}, it is right on {top1:.1%}{correct} that it has not seen."
+            text += f" At its best, after epoch {best['epoch']:g}, it is right on {top1:.1%} of {images}"
+            text += " that it has not seen."
     else:
         text += " It has not been evaluated yet."
     return text + " " + _ending(run)
@@ -189,7 +190,7 @@ def head(run: RunFacts) -> list[Child]:
             " ",
             el("span", f"{STATES.get(state, '')} {state}", class_=f"state {state}"),
         ),
-        el("p", summary_sentence(run), class_="lead"),
+        el("p", prose(summary_sentence(run)), class_="lead"),
         figures(run),
     ]
 

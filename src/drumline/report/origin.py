@@ -1,5 +1,4 @@
-"""Where a result comes from: the recipe and the command, the environment, the certificate, the timeline, fingerprints,
-and what the run survived."""
+"""Where a result comes from: recipe and command, environment, certificate, timeline, fingerprints, interruptions."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from xml.etree.ElementTree import Element
 from drumline.config.fields import recipe_fields
 from drumline.config.toml import short_literal
 from drumline.core.text import counted
-from drumline.report.elements import Cell, Child, el, folded, table
+from drumline.report.elements import Cell, Child, el, folded, prose, table
 from drumline.report.read import RunFacts
 
 EVENTS = 60
@@ -82,7 +81,9 @@ def bits(run: RunFacts) -> list[Child]:
             "Every gradient, parameter, buffer and optimizer state that this run recorded, up to step ",
             f"{step:,}, is summed up in one value: ",
             el("code", chain),
-            ". A run with the same value has the same bits; `drumline compare` finds the first difference.",
+            prose(
+                ". A run with the same value has the same bits; `drumline compare` finds the first difference."
+            ),
         )
     ]
 

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from drumline.core.files import write_text
 from drumline.report import learning, origin, quality, versus
-from drumline.report.elements import Child, el, html
+from drumline.report.elements import Child, el, html, prose
 from drumline.report.origin import section
 from drumline.report.read import RunFacts, now, read_run
 from drumline.report.speed import speed
@@ -127,7 +127,7 @@ def _origin(run: RunFacts) -> list[Child]:
     packages = run.environment.get("packages")
     version = packages.get("drumline", "") if isinstance(packages, dict) else ""
     still = " while the run went on; `drumline report RUN` writes it again" * (run.summary.state == "running")
-    return [f"Written by drumline {version} at {now()}{still}."]
+    return prose(f"Written by drumline {version} at {now()}{still}.")
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFacts]:

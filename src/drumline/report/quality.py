@@ -47,7 +47,7 @@ def confusion(report: Report) -> list[Child]:
     header: list[Cell] = [el("span", "label ↓ prediction →", class_="corner")]
     header += [el("span", report.names[number], class_="tilt") for number in chosen]
     matrix = table(title, header, rows, class_="matrix", numbers=False)
-    return [matrix, pairs(report)]
+    return [el("div", matrix, pairs(report), class_="pair")]
 
 
 def _chosen(report: Report) -> list[int]:
@@ -132,7 +132,7 @@ def calibration(report: Report) -> list[Child]:
         if abs(gap) >= 0.005
         else "on average, it is as sure as it is right."
     )
-    return [el("p", text), reliability(bins)]
+    return [el("p", text), el("div", reliability(bins), class_="charts")]
 
 
 def teacher(run: RunFacts) -> list[Child]:
@@ -154,8 +154,8 @@ def teacher(run: RunFacts) -> list[Child]:
         "both wrong, different classes": int((~own & ~theirs & ~same).sum()),
     }
     text = (
-        f"The student predicts the teacher's class for {same.mean():.1%} of {total:,} images. The teacher is right on "
-        f"{theirs.mean():.1%}, the student on {own.mean():.1%}."
+        f"The student predicts the teacher's class for {same.mean():.1%} of {total:,} images. "
+        f"The teacher is right on {theirs.mean():.1%}, the student on {own.mean():.1%}."
     )
     bar = el(
         "div",

@@ -2,11 +2,12 @@
 "use strict";
 (() => {
   const root = document.documentElement, button = document.getElementById("theme");
-  const dark = matchMedia("(prefers-color-scheme: dark)"), order = ["auto", "light", "dark"];
+  const order = ["auto", "light", "dark"];
   let theme = "auto";
   try { theme = localStorage.getItem("drumline-theme") || "auto"; } catch { /* not stored for pages on disk */ }
   const apply = () => {
-    root.dataset.theme = theme === "auto" ? (dark.matches ? "dark" : "light") : theme;
+    if (theme === "auto") delete root.dataset.theme;
+    else root.dataset.theme = theme;
     button.textContent = "Theme: " + theme;
   };
   button.hidden = false;
@@ -15,7 +16,6 @@
     try { localStorage.setItem("drumline-theme", theme); } catch { /* as above */ }
     apply();
   });
-  dark.addEventListener("change", apply);
   apply();
 
   // The values of a chart are those of its table.

@@ -1,5 +1,4 @@
-"""Where the time of a run went: the verdict of `drumline why`, the parts of a step per rank and over time, throughput,
-and memory."""
+"""Where the time of a run went: the verdict of `drumline why`, the parts of a step, throughput and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from drumline.diagnosis.evidence import Interval, merged
 from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.slowdown import Slowdown
 from drumline.report.charts import Axis, Series, line_chart, parts_legend, stacked_columns, thinned
-from drumline.report.elements import Child, el, folded, table
+from drumline.report.elements import Child, el, folded, prose, table
 from drumline.report.learning import points
 from drumline.report.read import RunFacts
 
@@ -87,13 +86,15 @@ def verdict(found: Sequence[Slowdown] | None) -> Element | None:
     items = []
     for each in found:
         change: list[Child] = [el("code", each.flag), " "] if each.flag else []
-        change += [each.fix + " "] if each.fix else []
+        change += prose(each.fix + " ") if each.fix else []
         if each.saving:
             change.append(
                 f"Saves {percent(each.saving)}: {rate(each.images_per_s, 'img')} → "
                 f"{rate(each.predicted_images_per_s, 'img')}."
             )
-        items.append(el("li", el("p", each.text), el("p", change, class_="change") if change else None))
+        items.append(
+            el("li", el("p", prose(each.text)), el("p", change, class_="change") if change else None)
+        )
     return el("div", el("h3", "What would make it faster"), el("ol", items), class_="verdict")
 
 

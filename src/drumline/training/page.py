@@ -6,16 +6,19 @@ thread works for at most a hundredth of the time. Nothing that fails here ends a
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from drumline.core import lock
+from drumline.core.files import write_text
 from drumline.data.feed.batch import Batch, make_batch
 from drumline.data.feed.sampler import Request
 from drumline.data.sources import EncodedDataset
@@ -23,6 +26,7 @@ from drumline.data.sources.base import NO_LABEL
 from drumline.parallel.world import World
 from drumline.report.record import (
     BATCH,
+    FACTS,
     FOLDER,
     MISTAKES,
     Evaluation,
@@ -60,6 +64,8 @@ class RunPage:
     log: Callable[[str], None]
     begun: Callable[[], bool]
     """Whether the run may write into its folder."""
+    facts: dict[str, Any]
+    """What the page says about the model and the data."""
     _waiting: Evaluation | None = None
     """The newest best evaluation that is not written yet."""
     _sheet: Sheet | None = None
@@ -67,6 +73,7 @@ class RunPage:
     _thread: threading.Thread | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _news: threading.Event = field(default_factory=threading.Event)
+    _facts_due: bool = True
     _failed: bool = False
 
     def first_batch(self, batch: Batch, step: int) -> None:
@@ -104,6 +111,7 @@ class RunPage:
             self._thread.join(WAIT_S)
             if self._thread.is_alive():
                 self._fail(TimeoutError(f"not written within {WAIT_S:.0f} s"))
+                return
         self._write()
 
     def _work(self) -> None:
@@ -117,36 +125,40 @@ class RunPage:
             pause = max(pause, (time.perf_counter() - began) / SHARE)
 
     def _write(self) -> None:
-        """Writes what is new, then the page."""
-        if self.folder is None or self._failed or not self.begun():
+        """Writes what is new, then the page. What fails is tried again the next time."""
+        if self.folder is None or not self.begun():
             return
         try:
             from drumline.report.page import write_page
 
             lock.check(self.folder)
             folder = self.folder / FOLDER
-            folder.mkdir(exist_ok=True)
-            sheet, self._sheet = self._sheet, None
-            if sheet is not None:
+            if self._facts_due:
+                folder.mkdir(exist_ok=True)
+                write_text(folder / FACTS, json.dumps(self.facts))
+                self._facts_due = False
+            if (sheet := self._sheet) is not None:
                 write_sheet(folder / BATCH, sheet)
-            evaluation, self._waiting = self._waiting, None
-            if evaluation is not None:
+                self._sheet = None
+            if (evaluation := self._waiting) is not None:
                 write_evaluation(folder, evaluation)
                 mistakes = mistakes_sheet(evaluation, self.sets, self.seed, PICTURES)
                 if mistakes is None:
                     (folder / MISTAKES).unlink(missing_ok=True)
                 else:
                     write_sheet(folder / MISTAKES, mistakes)
+                if self._waiting is evaluation:
+                    self._waiting = None
             write_page(self.folder)
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """The first failure is reported; there is no further page."""
+        """Reports the first failure."""
         if not self._failed:
             self._failed = True
             self.log(
-                f"WARNING: no report of this run ({type(error).__name__}: {error}). The run itself is not affected"
+                f"WARNING: the report of this run is not written ({type(error).__name__}: {error}). The run itself is not affected"
             )
 
 

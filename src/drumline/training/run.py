@@ -257,6 +257,15 @@ class Run:
             self.task.teacher_predictions,
             log=self.log,
             begun=lambda: self.output is not None and self.output.begun,
+            facts={
+                "parameters": sum(parameter.numel() for parameter in self.task.model.parameters()),
+                "precision": self.step.precision.name,
+                "source": self.sets.name,
+                "train_samples": len(self.sets.train),
+                "eval_samples": len(self.sets.eval),
+                "steps": self.plan.total,
+                "epochs": self.plan.total / self.plan.per_epoch,
+            },
         )
         cleanup.callback(self.page.close, self._late)  # after the log, and before the lock of the folder
         if self.folder is not None:
