@@ -158,7 +158,8 @@ class RunPage:
         if not self._failed:
             self._failed = True
             self.log(
-                f"WARNING: the report of this run is not written ({type(error).__name__}: {error}). The run itself is not affected"
+                f"WARNING: the report of this run is not written ({type(error).__name__}: {error}); "
+                "the run itself is not affected"
             )
 
 
