@@ -18,7 +18,7 @@ from drumline.report.elements import Child, el, folded, table
 Point = tuple[float, float]
 T = TypeVar("T")
 WIDTH, HEIGHT = 440, 250
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 14, 22, 40
 MOST = 240
 """Points of a line; more are averaged."""
 ROWS = 60
@@ -77,8 +77,8 @@ def line_chart(
                 "text",
                 best[1],
                 class_="best",
-                x=at + (-5 if right else 5),
-                y=HEIGHT - BOTTOM - 7,
+                x=at + (5 if right else -5),
+                y=TOP - 8,
                 text_anchor="end" if right else "start",
             )
         )
@@ -137,7 +137,7 @@ def stacked_columns(
         for name, values in thinned(columns, ROWS)
     ]
     numbers = table(title, [x_label, *shown], rows)
-    return _figure(title, picture, parts_legend(shown), folded("Numbers", numbers))
+    return _figure(title, picture, None, folded("Numbers", numbers))
 
 
 def parts_legend(kinds: dict[str, str]) -> Element:
@@ -214,12 +214,12 @@ def averaged(points: Sequence[Point], most: int = MOST) -> list[Point]:
     return [*means, points[-1]]
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two bounds."""
+def ticks(low: float, high: float, about: int = 5, least: float = 0.0) -> list[float]:
+    """Round numbers between two bounds, at least this far apart."""
     span = high - low
     if not span > 0:
         return [low]
-    rough = span / about
+    rough = max(span / about, least)
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -252,7 +252,8 @@ class _Frame:
             yield el("text", self.axis.text(value), class_="tick", x=LEFT - 6, y=at + 4, text_anchor="end")
 
     def x_axis(self, label: str, text: Callable[[float], str] = "{:g}".format) -> Iterable[Child]:
-        for value in ticks(*self.xs, about=6):
+        whole = text == "{:g}".format and self.xs[1] - self.xs[0] >= 2  # no halves of epochs
+        for value in ticks(*self.xs, about=6, least=1.0 if whole else 0.0):
             at = self.x(value)
             yield el(
                 "text",

@@ -84,7 +84,7 @@ def machine(run: RunFacts) -> str:
     count = run.environment.get("processes")
     device = str(run.environment.get("device", ""))
     processes = counted(count, "process", "processes") if isinstance(count, int) else ""
-    return f"{processes} ({device})" if processes and device else processes or device
+    return ", ".join(filter(None, [processes, device]))
 
 
 def figures(run: RunFacts) -> Element:
@@ -102,7 +102,7 @@ def figures(run: RunFacts) -> Element:
             tiles.append(("loss", loss_text(loss), f"evaluation, {epoch}"))
     if run.report is not None:
         tiles.append(
-            ("calibration error", f"{run.report.calibration_error:.1%}", "distance to its confidence")
+            ("calibration error", f"{run.report.calibration_error:.1%}", "confidence against accuracy")
         )
     tiles.append(("time", duration(run.summary.seconds), f"{run.summary.step:,} steps"))
     if intervals := run.evidence.intervals:

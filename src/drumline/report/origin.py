@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from xml.etree.ElementTree import Element
 
 from drumline.config.fields import recipe_fields
 from drumline.config.toml import short_literal
@@ -51,6 +50,11 @@ def recipe(run: RunFacts) -> list[Child]:
         ),
         folded(f"All {len(every)} settings", table("Recipe", ["setting", "value"], every, numbers=False)),
     ]
+
+
+def proof(run: RunFacts) -> list[Child]:
+    """What the run survived, and what vouches for its bits."""
+    return [*events(run), *bits(run), *certificate(run), *timeline(run)]
 
 
 def command_line(run: RunFacts) -> str:
@@ -173,9 +177,3 @@ def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
                 (before + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
             )
     return rows
-
-
-def section(title: str, name: str, *content: Cell) -> Element | None:
-    """A section of the page; None if it is empty."""
-    made = el("section", el("h2", title), *content, id=name, aria_label=title)
-    return made if len(made) > 1 else None

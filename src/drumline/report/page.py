@@ -6,15 +6,14 @@ content policy forbids. Made from the run folders alone. Text from a run folder 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from drumline.core.files import write_text
 from drumline.report import learning, origin, quality, versus
 from drumline.report.elements import Child, el, html, prose
-from drumline.report.origin import section
-from drumline.report.read import RunFacts, now, read_run
+from drumline.report.read import ODD, RunFacts, now, read_run
 from drumline.report.speed import speed
 
 PAGE = "report.html"
@@ -80,47 +79,41 @@ def _head(runs: Sequence[RunFacts]) -> Element:
 
 
 def _single(run: RunFacts) -> list[Element | None]:
-    report = run.report
-    seen: list[Child] = []
-    if run.batch is not None:
-        text = f"The first images of the batch of step {run.batch.step + 1:,}, as the model sees them."
-        seen = [el("p", text), quality.pictures(run.batch, mistakes=False)]
-    wrong: list[Child] = []
-    if report is not None and run.mistakes is not None and run.mistakes.step == run.evaluation_step:
-        text = (
-            "Wrong predictions of which the model is most certain. Labels that are wrong often show up here."
-        )
-        wrong = [el("p", text), quality.pictures(run.mistakes, mistakes=True)]
     return [
-        section("Learning", "learning", el("div", learning.curves(run), class_="charts"))
+        _section("Learning", "learning", lambda: [el("div", learning.curves(run), class_="charts")])
         if run.train or run.evals
         else None,
-        section("Speed", "speed", speed(run)),
-        section("Confusions", "confusions", quality.confusion(report)) if report else None,
-        section("Worst mistakes", "mistakes", wrong),
-        section("Classes", "classes", quality.classes(report)) if report else None,
-        section("Confidence", "confidence", quality.calibration(report)) if report else None,
-        section("Teacher", "teacher", quality.teacher(run)),
-        section("Training images", "images", seen),
-        section(
-            "Proof",
-            "proof",
-            origin.events(run),
-            origin.bits(run),
-            origin.certificate(run),
-            origin.timeline(run),
-        ),
-        section("Recipe", "recipe", origin.recipe(run), origin.environment(run)),
+        _section("Speed", "speed", lambda: speed(run)),
+        _section("Confusions", "confusions", lambda: quality.confusion(run)),
+        _section("Worst mistakes", "mistakes", lambda: quality.mistakes(run)),
+        _section("Classes", "classes", lambda: quality.classes(run)),
+        _section("Confidence", "confidence", lambda: quality.calibration(run)),
+        _section("Teacher", "teacher", lambda: quality.teacher(run)),
+        _section("Training images", "images", lambda: quality.batch(run)),
+        _section("Proof", "proof", lambda: origin.proof(run)),
+        _section("Recipe", "recipe", lambda: [*origin.recipe(run), *origin.environment(run)]),
     ]
 
 
 def _several(runs: Sequence[RunFacts]) -> list[Element | None]:
     return [
-        section("Results", "results", versus.results(runs)),
-        section("Curves", "learning", el("div", versus.curves(runs), class_="charts")),
-        section("Settings", "settings", versus.settings(runs)),
-        section("Classes", "classes", versus.by_class(runs)),
+        _section("Results", "results", lambda: [versus.results(runs)]),
+        _section("Curves", "learning", lambda: [el("div", versus.curves(runs), class_="charts")]),
+        _section("Settings", "settings", lambda: [versus.settings(runs)]),
+        _section("Classes", "classes", lambda: versus.by_class(runs)),
     ]
+
+
+def _section(title: str, name: str, content: Callable[[], Sequence[Child]]) -> Element | None:
+    """A section; None if it is empty. What a damaged or foreign file does not allow costs this section alone."""
+    try:
+        made = content()
+    except ODD as error:
+        text = f"This cannot be shown: a file of the run has odd content ({type(error).__name__}: {error})."
+        made = [el("p", text, class_="none")]
+    if not any(each is not None for each in made):
+        return None
+    return el("section", el("h2", title), made, id=name, aria_label=title)
 
 
 def _origin(run: RunFacts) -> list[Child]:

@@ -20,8 +20,10 @@ LISTED = 24
 """Classes that are listed at once; the others are folded."""
 
 
-def confusion(report: Report) -> list[Child]:
+def confusion(run: RunFacts) -> list[Child]:
     """The confusion matrix, or its most confused part, and the most confused pairs."""
+    if (report := run.report) is None:
+        return []
     chosen = _chosen(report)
     if len(chosen) < 2:
         return []
@@ -83,8 +85,10 @@ def pairs(report: Report) -> Element | None:
     return table("Most confused pairs", header, rows) if rows else None
 
 
-def classes(report: Report) -> list[Child]:
+def classes(run: RunFacts) -> list[Child]:
     """The accuracy of each class, the worst first."""
+    if (report := run.report) is None:
+        return []
     scored = sorted(
         (one for one in report.classes if one.samples), key=lambda one: (one.accuracy, -one.samples)
     )
@@ -114,8 +118,10 @@ def _class_table(title: str, scored: Sequence[ClassScore]) -> Element:
     return table(title, ["class", "", "accuracy", "precision", "samples", "most often taken for"], rows)
 
 
-def calibration(report: Report) -> list[Child]:
+def calibration(run: RunFacts) -> list[Child]:
     """Whether the confidence can be trusted."""
+    if (report := run.report) is None:
+        return []
     bins = [
         (samples, right / samples, probability / FIXED_POINT / samples) if samples else (0, 0.0, 0.0)
         for samples, right, probability in report.calibration
@@ -178,7 +184,24 @@ def teacher(run: RunFacts) -> list[Child]:
     return [el("p", text), bar, table("Student and teacher", ["", "images", "share"], rows)]
 
 
-def pictures(sheet: Sheet, mistakes: bool) -> Element:
+def mistakes(run: RunFacts) -> list[Child]:
+    """The worst mistakes of the recorded evaluation."""
+    sheet, evaluation = run.mistakes, run.evaluation
+    if run.report is None or sheet is None or evaluation is None or sheet.step != evaluation.step:
+        return []
+    text = "Wrong predictions of which the model is most certain. Labels that are wrong often show up here."
+    return [el("p", text), pictures(sheet, wrong=True)]
+
+
+def batch(run: RunFacts) -> list[Child]:
+    """What the model sees in training."""
+    if run.batch is None:
+        return []
+    text = f"The first images of the batch of step {run.batch.step + 1:,}, as the model sees them."
+    return [el("p", text), pictures(run.batch, wrong=False)]
+
+
+def pictures(sheet: Sheet, wrong: bool) -> Element:
     """A sheet as a list of pictures with captions."""
     tiles = []
     scale = max(1, 96 // max(sheet.width, sheet.height))
@@ -186,7 +209,7 @@ def pictures(sheet: Sheet, mistakes: bool) -> Element:
     rows = -(-len(sheet.tiles) // sheet.columns)
     for number, tile in enumerate(sheet.tiles):
         x, y = number % sheet.columns * width, number // sheet.columns * height
-        name = f"{tile.sample}: {tile.label} taken for {tile.prediction}" if mistakes else tile.label
+        name = f"{tile.sample}: {tile.label} taken for {tile.prediction}" if wrong else tile.label
         picture = el(
             "span",
             class_="picture",
@@ -196,7 +219,7 @@ def pictures(sheet: Sheet, mistakes: bool) -> Element:
             style=f"width:{width}px;height:{height}px;background-position:-{x}px -{y}px",
         )
         caption: list[Child] = [el("b", tile.label)]
-        if mistakes:
+        if wrong:
             caption = [
                 el("b", tile.prediction),
                 f" {tile.probability:.0%}",

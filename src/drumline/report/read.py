@@ -36,6 +36,8 @@ from drumline.report.scores import Report
 
 _MAX_BYTES = 1 << 26
 _TAIL = 1 << 12
+ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What the content of a damaged or foreign file may raise."""
 _CHAIN = re.compile(r"^(\d+) chain ([0-9a-f]+)$", re.MULTILINE)
 
 
@@ -107,11 +109,6 @@ class RunFacts:
         marked = (line for line in reversed(self.evals) if line.get("best") is True)
         return next(marked, self.evals[-1] if self.evals else {})
 
-    @property
-    def evaluation_step(self) -> int:
-        """The step of the recorded predictions; -1 if there are none."""
-        return self.evaluation.step if self.evaluation is not None else -1
-
     def score(self, line: Mapping[str, Any], metric: str) -> float | None:
         """A metric of an evaluation: of the averaged weights if there are any."""
         value = line.get(f"average_{metric}", line.get(metric))
@@ -120,7 +117,7 @@ class RunFacts:
 
 def read_run(run: Path) -> RunFacts:
     """Reads a run folder."""
-    summary, lines, evidence = summarize(run), metric_lines(run), read_evidence(run)
+    summary, lines, evidence = summarize(run), metric_lines(run), _evidence(run)
     events, ended = _events(_text(run / LOG))
     if ended and lock.is_held(run):
         summary = replace(summary, state=ended)  # its process is about to end
@@ -142,13 +139,20 @@ def read_run(run: Path) -> RunFacts:
     )
 
 
+def _evidence(run: Path) -> Evidence:
+    try:
+        found = read_evidence(run)
+    except ODD:
+        return Evidence(())
+    return found if isinstance(found.environment, dict) else replace(found, environment={})
+
+
 def _slowdowns(evidence: Evidence) -> Sequence[Slowdown] | None:
-    """A page of a run with odd times lacks the verdict alone."""
     if not evidence.intervals:
         return None
     try:
         return diagnose(evidence)
-    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+    except ODD:
         return None
 
 

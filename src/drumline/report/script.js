@@ -29,12 +29,12 @@
     const svg = figure.querySelector("svg.plot"), { heads, rows } = values(figure);
     const row = rows[Math.max(0, Math.min(rows.length - 1, index))];
     const [x0, x1] = [Number(svg.dataset.x0), Number(svg.dataset.x1)];
-    const at = 54 + ((Number(row[0]) - x0) / (x1 - x0)) * (440 - 54 - 12);
+    const at = 54 + ((Number(row[0]) - x0) / (x1 - x0)) * (440 - 54 - 14);
     let line = svg.querySelector(".cursor");
     if (!line) {
       line = document.createElementNS("http://www.w3.org/2000/svg", "line");
       line.setAttribute("class", "cursor");
-      line.setAttribute("y1", 12);
+      line.setAttribute("y1", 22);
       line.setAttribute("y2", 210);
       svg.append(line);
     }
@@ -62,7 +62,7 @@
       svg.addEventListener("pointermove", (event) => {
         const box = svg.getBoundingClientRect(), { rows } = values(figure);
         const [x0, x1] = [Number(svg.dataset.x0), Number(svg.dataset.x1)];
-        const x = x0 + ((((event.clientX - box.left) / box.width) * 440 - 54) / 374) * (x1 - x0);
+        const x = x0 + ((((event.clientX - box.left) / box.width) * 440 - 54) / 372) * (x1 - x0);
         let near = 0;
         rows.forEach((row, n) => { if (Math.abs(row[0] - x) < Math.abs(rows[near][0] - x)) near = n; });
         show(figure, near);
@@ -78,15 +78,17 @@
       });
     }
   };
+  const live = document.body.dataset.live !== undefined;
+  if (live) for (const part of document.getElementById("content").children) part.dataset.source = part.outerHTML;
   wire(document);
 
   // A live page fetches itself and replaces the parts that have changed; what is open stays open.
-  if (document.body.dataset.live === undefined) return;
+  if (!live) return;
   const sign = document.querySelector(".live");
   let tag = "";
   const refresh = async () => {
     try {
-      const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      const answer = await fetch(location.href, { cache: "no-store", signal: AbortSignal.timeout(20000), headers: tag ? { "If-None-Match": tag } : {} });
       if (answer.status === 200) {
         tag = answer.headers.get("ETag") || "";
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");

@@ -80,7 +80,7 @@ def verdict(found: Sequence[Slowdown] | None) -> Element | None:
         return el(
             "p",
             el("b", "Nothing stands out. "),
-            "`drumline why` finds no setting that would make this run faster.",
+            prose("`drumline why` finds no setting that would make this run faster."),
             class_="verdict",
         )
     items = []
@@ -150,7 +150,10 @@ def over_time(intervals: Sequence[Interval], on_gpu: bool) -> Element:
     groups = [merged(intervals[start : start + size]) for start in range(0, len(intervals), size)]
     columns = [(f"{group.epoch:.3g}", parts_of(group, on_gpu)) for group in groups]
     axis = Axis("milliseconds", lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
-    return stacked_columns("Mean step over time, milliseconds", columns, CLASSES, axis, "epoch")
+    kinds = {kind: CLASSES[kind] for kind in columns[0][1]}
+    return stacked_columns(
+        "Mean step over time, milliseconds (colours as above)", columns, kinds, axis, "epoch"
+    )
 
 
 def resources(intervals: Sequence[Interval]) -> list[Child]:
