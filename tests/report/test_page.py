@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drumline.report.page import page, read_runs, write_page
-from drumline.report.record import EVALUATION, FOLDER, MISTAKES
+from drumline.report.record import EVALUATION, FOLDER, MISTAKES, read_evaluation, read_sheet
 from tests.report.run_folder import make_run
 
 VOID = {"meta", "link", "br", "img"}
@@ -115,7 +115,7 @@ def test_every_missing_file_costs_its_part_alone(tmp_path: Path) -> None:
     whole = make_run(tmp_path / "whole")
     names = [str(file.relative_to(whole)) for file in sorted(whole.rglob("*")) if file.is_file()]
     for number, name in enumerate(names):
-        for content in (None, b"", b"\xff\x00{", b'{"kind": "times", "step_ms": 3}\n[1]\n{"kind": "eval"}'):
+        for content in (None, b'{"kind": "times", "step_ms": 3}\n[1]\n{"kind": "eval"}\n\xff\x00{'):
             run = tmp_path / f"{number}"
             shutil.copytree(whole, run)
             if content is None:
@@ -197,11 +197,18 @@ def test_a_copied_folder_is_enough_and_torch_is_not_imported(tmp_path: Path) -> 
 
 def test_damaged_records_count_as_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    for name in (EVALUATION, MISTAKES):
+    readers = {
+        EVALUATION: lambda: read_evaluation(run),
+        MISTAKES: lambda: read_sheet(run / FOLDER / MISTAKES),
+    }
+    for name, read in readers.items():
         file = run / FOLDER / name
         content = file.read_bytes()
+        assert read() is not None
         for cut in range(0, len(content), max(1, len(content) // 40)):
             file.write_bytes(content[:cut])
-            document(run)
-        file.write_bytes(content.replace(b"png", b"svg+xml"))
-        document(run)
+            assert read() is None
+    file.write_bytes(content.replace(b"image/png", b"image/svg+xml"))
+    assert read_sheet(file) is None
+    file.write_bytes(content.replace(b'"width": 16', b'"width": 1e9'))
+    assert read_sheet(file) is None

@@ -171,6 +171,12 @@ def _events(text: str) -> tuple[list[Event], str]:
     for line in text.splitlines():
         stamp, _, message = line.partition("  ")
         if not line[:1].isdigit():
+            if (
+                events and events[-1].kind == "failed" and not open_since
+            ):  # the last line of a traceback says why
+                events[-1] = replace(
+                    events[-1], text=f"{events[-1].text.partition(' … ')[0]} … {line.strip()}"
+                )
             continue
         kind = next((kind for opening, kind in _KINDS.items() if message.startswith(opening)), "")
         if kind == "started":
