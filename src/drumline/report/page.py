@@ -28,7 +28,7 @@ ICON = (
 def write_page(run: Path) -> Path:
     """Writes the page of a run into its folder. Returns the file."""
     file = run / PAGE
-    write_text(file, page([read_run(run)]))
+    write_text(file, page([read_run(run)]), durable=False)
     return file
 
 

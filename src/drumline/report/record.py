@@ -96,7 +96,7 @@ def make_sheet(pixels: NDArray[np.uint8], tiles: tuple[Tile, ...], step: int, co
 
 def write_sheet(path: Path, sheet: Sheet) -> None:
     """One file, so that pictures and captions belong together."""
-    write_text(path, json.dumps(asdict(sheet)))
+    write_text(path, json.dumps(asdict(sheet)), durable=False)
 
 
 def read_sheet(path: Path) -> Sheet | None:
@@ -133,7 +133,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     if evaluation.teacher is not None:
         arrays["teacher"] = evaluation.teacher.astype(np.int32)
     np.savez(data, allow_pickle=False, **arrays)
-    write_bytes(folder / EVALUATION, data.getvalue())
+    write_bytes(folder / EVALUATION, data.getvalue(), durable=False)
 
 
 def read_evaluation(run: Path) -> Evaluation | None:

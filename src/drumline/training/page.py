@@ -135,7 +135,7 @@ class RunPage:
             folder = self.folder / FOLDER
             if self._facts_due:
                 folder.mkdir(exist_ok=True)
-                write_text(folder / FACTS, json.dumps(self.facts))
+                write_text(folder / FACTS, json.dumps(self.facts), durable=False)
                 self._facts_due = False
             if (sheet := self._sheet) is not None:
                 write_sheet(folder / BATCH, sheet)
