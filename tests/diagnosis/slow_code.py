@@ -7,6 +7,7 @@ import io
 import os
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,7 @@ def keeping_graphs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def opening_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    KEPT.append(open(os.devnull))  # noqa: SIM115
+    KEPT.append(Path(os.devnull).open())
     return plain_loss(logits, labels)
 
 
