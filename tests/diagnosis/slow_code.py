@@ -7,7 +7,6 @@ import io
 import os
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,7 +179,7 @@ def keeping_graphs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def opening_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    KEPT.append(Path(os.devnull).open())
+    KEPT.append(os.open(os.devnull, os.O_RDONLY))
     return plain_loss(logits, labels)
 
 
