@@ -101,7 +101,7 @@ def stacked_columns(
     each."""
     highest = max(sum(parts.values()) for _, parts in columns)
     frame = _Frame((0.0, float(len(columns))), (0.0, highest or 1.0), axis)
-    parts: list[Child] = [*frame.grid(), frame.x_title(x_label)]
+    parts: list[Child] = [el("defs", map(_hatch, kinds.values())), *frame.grid(), frame.x_title(x_label)]
     every = max(1, math.ceil(len(columns) / 8))
     for number, (name, values) in enumerate(columns):
         left, right, base = frame.x(number + 0.08), frame.x(number + 0.92), 0.0
@@ -111,7 +111,8 @@ def stacked_columns(
                 top, bottom = frame.y(base + value), frame.y(base)
                 tip = el("title", f"{x_label} {name}: {kind} {axis.text(value)}")
                 box = {"x": left, "y": top, "width": right - left, "height": bottom - top}
-                parts.append(el("rect", tip, class_=f"part {class_}", **box))
+                fill = f"fill:url(#hatch-{class_.split()[0]})" if "wait" in class_ else None
+                parts.append(el("rect", tip, class_=f"part {class_}", style=fill, **box))
                 base += value
         if number % every == 0:
             parts.append(
@@ -369,6 +370,19 @@ def _svg(title: str, series: Sequence[Series], axis: Axis, parts: list[Child]) -
         aria_label=f"{title}: {ends}",
         class_="plot",
     )
+
+
+def _hatch(class_: str) -> Element | None:
+    """The pattern of a part in which nothing is computed."""
+    if "wait" not in class_:
+        return None
+    name = class_.split()[0]
+    line = el("line", class_="hatch", x1=0, y1=0, x2=0, y2=7)
+    made = el(
+        "pattern", line, id=f"hatch-{name}", class_=name, width=7, height=7, patternUnits="userSpaceOnUse"
+    )
+    made.set("patternTransform", "rotate(45)")
+    return made
 
 
 def _numbers(title: str, series: Sequence[Series], axis: Axis, x_label: str) -> Element:

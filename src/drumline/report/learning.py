@@ -101,9 +101,7 @@ def figures(run: RunFacts) -> Element:
         if loss is not None:
             tiles.append(("loss", loss_text(loss), f"evaluation, {epoch}"))
     if run.report is not None:
-        tiles.append(
-            ("calibration error", f"{run.report.calibration_error:.1%}", "confidence against accuracy")
-        )
+        tiles.append(("calibration error", f"{run.report.calibration_error:.1%}", "ECE"))
     tiles.append(("time", duration(run.summary.seconds), f"{run.summary.step:,} steps"))
     if intervals := run.evidence.intervals:
         speed = intervals[-1].images_per_s
@@ -158,12 +156,14 @@ def curves(run: RunFacts) -> list[Element]:
         accuracy.append(Series("top-5", points(evals, "top5"), 4, 3, marked=True))
     accuracy.append(Series("agreement with the teacher", points(evals, "agreement"), 5, 4, marked=True))
     axis = loss_axis([y for each in losses for _, y in each.points])
+    taught = "teacher_agreement"
+    accuracy.append(Series("the same, training", points(train, taught), 7, 6))
     terms = sorted(
         {
             name
             for line in train
             for name, value in line.items()
-            if name not in _KNOWN and isinstance(value, float)
+            if name not in (*_KNOWN, taught) and isinstance(value, float)
         }
     )
     named = [Series(name, points(train, name), 1 + number % 8, number) for number, name in enumerate(terms)]

@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
+from drumline.core.account import PARTS
 from drumline.core.text import percent, rate
-from drumline.diagnosis.evidence import Interval, merged
+from drumline.diagnosis.evidence import Evidence, Interval, merged
 from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.slowdown import Slowdown
+from drumline.diagnosis.verdict import MEANINGS, time_parts
 from drumline.report.charts import Axis, Series, line_chart, parts_legend, stacked_columns, thinned
 from drumline.report.elements import Child, el, folded, prose, table
 from drumline.report.learning import points
 from drumline.report.read import RunFacts
 
-HOST = {
-    "waiting for data": ("data",),
-    "teacher": ("teacher",),
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "waiting for other processes": ("exchange",),
-    "optimizer": ("optimizer",),
-    "guards, logs, the rest": ("compute", "guards", "log", "other"),
-    "evaluation": ("evaluation",),
-    "saving": ("checkpoint",),
-}
-"""Parts of the time on a CPU: the parts of `core/account.py` that each consists of."""
-DEVICE = {
-    "computing": "compute_ms",
-    "waiting for data": "data_ms",
-    "waiting for the host": "late_ms",
-    "evaluation": "host_evaluation_ms",
-    "saving": "host_checkpoint_ms",
-}
-"""The same on a GPU, where the device's own time counts."""
-CLASSES = {
-    "computing": "p-forward",
-    "waiting for data": "p-data wait",
-    "waiting for the host": "p-other wait",
-    "waiting for other processes": "p-exchange wait",
-    "teacher": "p-teacher",
+LOOKS = {
+    "compute": "p-forward",
     "forward": "p-forward",
     "backward": "p-backward",
+    "teacher": "p-teacher",
     "optimizer": "p-optimizer",
-    "guards, logs, the rest": "p-other",
+    "exchange": "p-exchange wait",
+    "data": "p-data wait",
+    "copy": "p-copy wait",
+    "late": "p-late wait",
+    "other": "p-other",
     "evaluation": "p-evaluation",
-    "saving": "p-saving",
+    "checkpoint": "p-saving",
 }
-"""The look of each part. Those in which nothing is computed are hatched."""
+"""The parts of the time in the order of a bar, and the look of each. Waiting is hatched."""
+NAMES = MEANINGS | {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "other": "guards, logs, the rest",
+}
+"""What each is called, as `drumline why` calls it. On a CPU, computing is shown in its parts."""
+REST = ("compute", "guards", "log", "other")
+"""The parts of `core/account.py` that are the rest."""
 RANKS = 32
 COLUMNS = 48
 
@@ -85,28 +77,37 @@ def verdict(found: Sequence[Slowdown] | None) -> Element | None:
         )
     items = []
     for each in found:
-        change: list[Child] = [el("code", each.flag), " "] if each.flag else []
-        change += prose(each.fix + " ") if each.fix else []
+        change = f"Try `{each.flag}`. " if each.flag else ""
+        change += f"{_sentence(each.fix)} " if each.fix else ""
         if each.saving:
-            change.append(
-                f"Saves {percent(each.saving)}: {rate(each.images_per_s, 'img')} → "
-                f"{rate(each.predicted_images_per_s, 'img')}."
+            change += (
+                f"Predicted: {rate(each.images_per_s, 'img')} → {rate(each.predicted_images_per_s, 'img')}, "
+                f"{percent(each.saving)} of the time saved."
             )
-        items.append(
-            el("li", el("p", prose(each.text)), el("p", change, class_="change") if change else None)
-        )
+        said = el("p", prose(_sentence(each.text)))
+        items.append(el("li", said, el("p", prose(change), class_="change") if change else None))
     return el("div", el("h3", "What would make it faster"), el("ol", items), class_="verdict")
 
 
-def parts_of(interval: Interval, on_gpu: bool, rank: int | None = None) -> dict[str, float]:
-    """Milliseconds of a mean step by part: of a rank, or the mean over all."""
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
-    def value(name: str) -> float:
-        return interval.mean(name) if rank is None else interval.get(name)[rank]
 
+def parts_of(interval: Interval, on_gpu: bool, rank: int) -> dict[str, float]:
+    """Milliseconds of a rank's mean step by part, with evaluations and saves."""
     if on_gpu:
-        return {part: value(name) for part, name in DEVICE.items()}
-    return {part: sum(value(f"host_{name}_ms") for name in names) for part, names in HOST.items()}
+        found = time_parts(Figures(Evidence([interval])), rank)
+    else:
+        found = {part: interval.get(f"host_{part}_ms")[rank] for part in LOOKS if part in PARTS}
+        found["other"] = sum(interval.get(f"host_{part}_ms")[rank] for part in REST)
+        del found["compute"]
+    return {part: max(0.0, found[part]) for part in LOOKS if part in found}
+
+
+def mean_parts(interval: Interval, on_gpu: bool) -> dict[str, float]:
+    """The mean over the ranks."""
+    every = [parts_of(interval, on_gpu, rank) for rank in range(interval.ranks)]
+    return {part: sum(each[part] for each in every) / len(every) for part in every[0]}
 
 
 def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
@@ -114,7 +115,7 @@ def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
     whole = merged(intervals[1:] or intervals)
     every = {rank: parts_of(whole, on_gpu, rank) for rank in range(whole.ranks)}
     longest = max(sum(parts.values()) for parts in every.values()) or 1.0
-    used = {kind: CLASSES[kind] for kind in every[0] if any(parts[kind] > 0 for parts in every.values())}
+    used = {kind: LOOKS[kind] for kind in every[0] if any(parts[kind] > 0 for parts in every.values())}
     memory = "memory_mb" in whole.values
     rows = []
     for rank in thinned(list(every), RANKS):
@@ -126,7 +127,7 @@ def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
                     "i",
                     class_=f"seg {class_}",
                     style=f"width:{100 * parts[kind] / longest:.2f}%",
-                    title=f"{kind}: {parts[kind]:.1f} ms",
+                    title=f"{NAMES[kind]}: {parts[kind]:.1f} ms",
                 )
                 for kind, class_ in used.items()
                 if parts[kind] / longest > 0.001
@@ -139,18 +140,24 @@ def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
     header = ["rank", "mean step", "ms", *(["memory, MiB"] if memory else [])]
     left_out = ", without the first interval" if len(intervals) > 1 else ""
     bars = table(f"Mean step of each process{left_out}", header, rows, class_="ranks")
-    exact = [[kind, *(f"{every[rank][kind]:.2f}" for rank in thinned(list(every), RANKS))] for kind in used]
+    exact = [
+        [NAMES[kind], *(f"{every[rank][kind]:.2f}" for rank in thinned(list(every), RANKS))] for kind in used
+    ]
     numbers = table("Milliseconds by part and rank", ["part", *map(str, thinned(list(every), RANKS))], exact)
-    return el("div", parts_legend(used), bars, folded("Numbers", numbers), class_="card")
+    legend = parts_legend({NAMES[kind]: class_ for kind, class_ in used.items()})
+    return el("div", legend, bars, folded("Numbers", numbers), class_="card")
 
 
 def over_time(intervals: Sequence[Interval], on_gpu: bool) -> Element:
     """A column for each interval, or for several."""
     size = -(-len(intervals) // COLUMNS)
     groups = [merged(intervals[start : start + size]) for start in range(0, len(intervals), size)]
-    columns = [(f"{group.epoch:.3g}", parts_of(group, on_gpu)) for group in groups]
+    columns = [
+        (f"{group.epoch:.3g}", {NAMES[part]: value for part, value in mean_parts(group, on_gpu).items()})
+        for group in groups
+    ]
     axis = Axis("milliseconds", lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
-    kinds = {kind: CLASSES[kind] for kind in columns[0][1]}
+    kinds = {NAMES[part]: look for part, look in LOOKS.items() if NAMES[part] in columns[0][1]}
     return stacked_columns(
         "Mean step over time, milliseconds (colours as above)", columns, kinds, axis, "epoch"
     )
@@ -159,7 +166,8 @@ def over_time(intervals: Sequence[Interval], on_gpu: bool) -> Element:
 def resources(intervals: Sequence[Interval]) -> list[Child]:
     """Memory and cores over time: the highest and the lowest rank where there are several."""
     charts: list[Child] = []
-    names: Mapping[str, tuple[str, str]] = {
+    names = {
+        "gpu_use": ("Use of a GPU", "{:.0%}"),
         "memory_mb": ("Memory of a process, MiB", "{:,.0f}"),
         "gpu_memory_mb": ("GPU memory, MiB", "{:,.0f}"),
         "own_cores": ("Cores used by a process", "{:.2g}"),
