@@ -114,7 +114,7 @@ def certificate(run: RunFacts) -> list[Child]:
     verdict = "✓ it computes the same." if passes else "✗ it differs."
     described = found.get("description") or found.get("layout")
     return [
-        el("p", text, el("b", verdict), f" Layout: {described}." if isinstance(described, str) else ""),
+        el("p", text, el("b", verdict), f" ({described})" if isinstance(described, str) else ""),
         table("Certificate", ["compared", "tensors", "same bits", "wrong"], rows) if rows else None,
     ]
 

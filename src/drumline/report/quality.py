@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 from drumline.report.charts import reliability
 from drumline.report.elements import Cell, Child, el, folded, table
 from drumline.report.read import RunFacts
-from drumline.report.record import Sheet
+from drumline.report.record import TILE, Sheet
 from drumline.report.scores import NO_CLASS, ClassScore, Report
 from drumline.report.units import FIXED_POINT
 
@@ -68,8 +68,8 @@ def _cell(report: Report, label: int, prediction: int, often: int, share: float)
     right = label == prediction
     names = report.names[label], report.names[prediction]
     text = f"{names[0]}: {often:,} right" if right else f"{names[0]} taken for {names[1]}: {often:,}"
-    shade = f"--a:{math.sqrt(share):.2f}" if often else None
-    kind = ("hit" if right else "miss") + (" strong" if share > 0.36 else "")
+    shade = f"--a:{0.08 + 0.62 * math.sqrt(share):.2f}" if often else None  # any text stays readable on it
+    kind = "hit" if right else "miss"
     return el("span", f"{often:,}" if often else "·", class_=kind, style=shade, title=f"{text} ({share:.0%})")
 
 
@@ -204,8 +204,8 @@ def batch(run: RunFacts) -> list[Child]:
 def pictures(sheet: Sheet, wrong: bool) -> Element:
     """A sheet as a list of pictures with captions."""
     tiles = []
-    scale = max(1, 96 // max(sheet.width, sheet.height))
-    width, height = sheet.width * scale, sheet.height * scale
+    scale = TILE / max(sheet.width, sheet.height)
+    width, height = round(sheet.width * scale), round(sheet.height * scale)
     rows = -(-len(sheet.tiles) // sheet.columns)
     for number, tile in enumerate(sheet.tiles):
         x, y = number % sheet.columns * width, number // sheet.columns * height
@@ -230,4 +230,4 @@ def pictures(sheet: Sheet, wrong: bool) -> Element:
     size = f"{sheet.columns * width}px {rows * height}px"
     # Once for all pictures: the image is the largest part of the page.
     rule = f"--sheet:url({sheet.image});--size:{size}"
-    return el("ul", tiles, class_="pictures" + (" pixels" if scale > 1 else ""), style=rule)
+    return el("ul", tiles, class_="pictures" + (" pixels" if scale >= 2 else ""), style=rule)
