@@ -23,6 +23,8 @@ FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
 """Prefixes of the lines that open and close the log of a process."""
 LAUNCHER, WARNING = "launcher: ", "WARNING: "
 """Prefixes of lines from the process that started the run, and of warnings."""
+RESUMED, REMOVED = "resumed from ", "metrics.jsonl: removed "
+"""Prefixes of lines that say where a run continues, and what it repeats."""
 
 
 EARLY_SECONDS = 0.5

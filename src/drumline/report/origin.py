@@ -17,6 +17,8 @@ from drumline.report.read import RunFacts
 EVENTS = 60
 SIGNS = {
     "started": "▶ started",
+    "resumed": "↻ resumed",
+    "removed": "↻ metrics removed",
     "finished": "✓ finished",
     "stopped": "⏸ stopped",
     "failed": "✗ failed",

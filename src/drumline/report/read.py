@@ -21,7 +21,17 @@ from drumline.diagnosis.evidence import Evidence, read_evidence
 from drumline.diagnosis.rules import diagnose
 from drumline.diagnosis.slowdown import Slowdown
 from drumline.observe.runs import RunSummary, metric_lines, summarize
-from drumline.observe.text_log import FAILED, FINISHED, LAUNCHER, LOG, STARTED, STOPPED, WARNING
+from drumline.observe.text_log import (
+    FAILED,
+    FINISHED,
+    LAUNCHER,
+    LOG,
+    REMOVED,
+    RESUMED,
+    STARTED,
+    STOPPED,
+    WARNING,
+)
 from drumline.report.record import (
     BATCH,
     FACTS,
@@ -47,7 +57,8 @@ class Event:
 
     time: str
     kind: str
-    """`started`, `killed`, `stopped`, `failed`, `finished`, `launcher` or `warning`."""
+    """`started`, `resumed`, `removed` (lines of the log after the step of a resume), `killed`, `stopped`, `failed`,
+    `finished`, `launcher` or `warning`."""
     text: str
 
 
@@ -161,7 +172,14 @@ def _placed(line: Mapping[str, Any]) -> bool:
 
 
 _ENDS = {FINISHED: "finished", STOPPED: "stopped", FAILED: "failed"}
-_KINDS = {STARTED: "started", **_ENDS, LAUNCHER: "launcher", WARNING: "warning"}
+_KINDS = {
+    STARTED: "started",
+    **_ENDS,
+    LAUNCHER: "launcher",
+    WARNING: "warning",
+    RESUMED: "resumed",
+    REMOVED: "removed",
+}
 
 
 def _events(text: str) -> tuple[list[Event], str]:
@@ -194,7 +212,7 @@ def _events(text: str) -> tuple[list[Event], str]:
         elif kind == "started" or open_since:
             open_since = stamp
         if kind:
-            events.append(Event(stamp, kind, message.partition(": ")[2]))
+            events.append(Event(stamp, kind, message.removeprefix(next(filter(message.startswith, _KINDS)))))
     return events, ended
 
 
