@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from xml.etree.ElementTree import Element
 
 from drumline.core.account import PARTS
@@ -49,9 +50,8 @@ def speed(run: RunFacts) -> list[Child]:
     intervals = run.evidence.intervals
     if not intervals:
         return [el("p", "No times are recorded yet.", class_="none")]
-    on_gpu = Figures(run.evidence).on_gpu
     shown: list[Child] = [verdict(run.slowdowns)]
-    charts: list[Child] = [over_time(intervals, on_gpu)]
+    charts: list[Child] = [over_time(run.evidence)]
     axis = Axis("images per second", "{:,.0f}".format, low=0.0)
     charts.append(
         line_chart(
@@ -61,7 +61,7 @@ def speed(run: RunFacts) -> list[Child]:
         )
     )
     charts += resources(intervals)
-    return [*shown, per_rank(intervals, on_gpu), el("div", charts, class_="charts")]
+    return [*shown, per_rank(run.evidence), el("div", charts, class_="charts")]
 
 
 def verdict(found: Sequence[Slowdown] | None) -> Element | None:
@@ -93,27 +93,28 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def parts_of(interval: Interval, on_gpu: bool, rank: int) -> dict[str, float]:
-    """Milliseconds of a rank's mean step by part, with evaluations and saves."""
-    if on_gpu:
-        found = time_parts(Figures(Evidence([interval])), rank)
+def parts_of(evidence: Evidence, rank: int) -> dict[str, float]:
+    """Milliseconds of a rank's mean step by part, with evaluations and saves. `evidence` has one interval."""
+    figures = Figures(evidence)
+    if figures.on_gpu:
+        found = time_parts(figures, rank)
     else:
-        found = {part: interval.get(f"host_{part}_ms")[rank] for part in LOOKS if part in PARTS}
-        found["other"] = sum(interval.get(f"host_{part}_ms")[rank] for part in REST)
+        found = {part: figures.get(f"host_{part}_ms")[rank] for part in LOOKS if part in PARTS}
+        found["other"] = sum(figures.get(f"host_{part}_ms")[rank] for part in REST)
         del found["compute"]
     return {part: max(0.0, found[part]) for part in LOOKS if part in found}
 
 
-def mean_parts(interval: Interval, on_gpu: bool) -> dict[str, float]:
+def mean_parts(evidence: Evidence) -> dict[str, float]:
     """The mean over the ranks."""
-    every = [parts_of(interval, on_gpu, rank) for rank in range(interval.ranks)]
+    every = [parts_of(evidence, rank) for rank in range(Figures(evidence).ranks)]
     return {part: sum(each[part] for each in every) / len(every) for part in every[0]}
 
 
-def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
+def per_rank(evidence: Evidence) -> Element:
     """A row for each process: a bar of the parts of its mean step, and its memory."""
-    whole = merged(intervals[1:] or intervals)
-    every = {rank: parts_of(whole, on_gpu, rank) for rank in range(whole.ranks)}
+    whole = Figures(evidence).whole
+    every = {rank: parts_of(replace(evidence, intervals=[whole]), rank) for rank in range(whole.ranks)}
     longest = max(sum(parts.values()) for parts in every.values()) or 1.0
     used = {kind: LOOKS[kind] for kind in every[0] if any(parts[kind] > 0 for parts in every.values())}
     memory = "memory_mb" in whole.values
@@ -138,7 +139,7 @@ def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
         cells: list[Child] = [f"{rank}", bar, f"{sum(parts.values()):.1f}"]
         rows.append([*cells, *([f"{whole.get('memory_mb')[rank]:,.0f}"] if memory else [])])
     header = ["rank", "mean step", "ms", *(["memory, MiB"] if memory else [])]
-    left_out = ", without the first interval" if len(intervals) > 1 else ""
+    left_out = ", without the first interval" if len(evidence.intervals) > 1 else ""
     bars = table(f"Mean step of each process{left_out}", header, rows, class_="ranks")
     exact = [
         [NAMES[kind], *(f"{every[rank][kind]:.2f}" for rank in thinned(list(every), RANKS))] for kind in used
@@ -148,19 +149,32 @@ def per_rank(intervals: Sequence[Interval], on_gpu: bool) -> Element:
     return el("div", legend, bars, folded("Numbers", numbers), class_="card")
 
 
-def over_time(intervals: Sequence[Interval], on_gpu: bool) -> Element:
+def over_time(evidence: Evidence) -> Element:
     """A column for each interval, or for several."""
-    size = -(-len(intervals) // COLUMNS)
-    groups = [merged(intervals[start : start + size]) for start in range(0, len(intervals), size)]
-    columns = [
-        (f"{group.epoch:.3g}", {NAMES[part]: value for part, value in mean_parts(group, on_gpu).items()})
-        for group in groups
-    ]
+    columns = []
+    for group in map(merged, grouped(evidence.intervals)):
+        parts = mean_parts(replace(evidence, intervals=[group]))
+        columns.append((f"{group.epoch:.3g}", {NAMES[part]: value for part, value in parts.items()}))
     axis = Axis("milliseconds", lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
     kinds = {NAMES[part]: look for part, look in LOOKS.items() if NAMES[part] in columns[0][1]}
     return stacked_columns(
         "Mean step over time, milliseconds (colours as above)", columns, kinds, axis, "epoch"
     )
+
+
+def grouped(intervals: Sequence[Interval]) -> list[list[Interval]]:
+    """Neighbours together, so that there are not too many groups and none is much shorter than the others: an
+    evaluation would look long beside few steps."""
+    least = max(max(each.steps for each in intervals) / 2, sum(each.steps for each in intervals) / COLUMNS)
+    groups: list[list[Interval]] = [[]]
+    for each in intervals:
+        if groups[-1] and sum(one.steps for one in groups[-1]) >= least:
+            groups.append([])
+        groups[-1].append(each)
+    if len(groups) > 1 and sum(one.steps for one in groups[-1]) < least:
+        short = groups.pop()
+        groups[-1] += short
+    return groups
 
 
 def resources(intervals: Sequence[Interval]) -> list[Child]:
