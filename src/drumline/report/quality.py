@@ -189,7 +189,10 @@ def mistakes(run: RunFacts) -> list[Child]:
     sheet, evaluation = run.mistakes, run.evaluation
     if run.report is None or sheet is None or evaluation is None or sheet.step != evaluation.step:
         return []
-    text = "Wrong predictions of which the model is most certain. Labels that are wrong often show up here."
+    text = (
+        "The wrong predictions of which the model is most certain, each with its probability and the label below. "
+        "Labels that are wrong often show up here."
+    )
     return [el("p", text), pictures(sheet, wrong=True)]
 
 
