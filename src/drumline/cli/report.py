@@ -97,8 +97,8 @@ def serve(runs: list[Path], options: Options) -> int:
     from drumline.report.serve import PageServer
 
     with PageServer(runs, options.host, options.port) as server:
-        print(f"the report is at {server.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         try:
+            print(f"the report is at {server.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print("\nended", file=sys.stderr)
