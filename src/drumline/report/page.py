@@ -1,7 +1,8 @@
 """The page of a run, or of several side by side: one HTML file without anything to load.
 
-Promises: opens from disk, works without its script, prints, and never asks the network for anything, which its own
-content policy forbids, as it forbids any script but its own. Made from the run folders alone. Text from a run folder is never read as HTML.
+Promises: opens from disk, works without its script, prints, and never asks the network for anything. Its own content
+policy forbids that, and any script but its own. Made from the run folders alone. Text from a run folder is never read
+as HTML.
 """
 
 from __future__ import annotations
