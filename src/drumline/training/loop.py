@@ -105,7 +105,8 @@ def _train(
 def _rehearse(run: Run) -> None:
     """Tries the first step on its batch, of which the page shows pictures."""
     batch = run.single_batch(run.position.step)
-    run.page.first_batch(batch, run.position.step)
+    if run.strategy.grid.reads:
+        run.page.first_batch(batch, run.position.step)
     rehearse(run, batch)
 
 

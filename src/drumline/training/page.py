@@ -78,7 +78,7 @@ class RunPage:
 
     def first_batch(self, batch: Batch, step: int) -> None:
         """Takes pictures of this process's first batch, as the model sees them. Waits for the device."""
-        if self.folder is None or not batch.images.numel():
+        if self.folder is None:
             return
         try:
             self._sheet = batch_sheet(batch, self.sets, step, PICTURES)
