@@ -38,7 +38,7 @@ COMMAND = Command(
     options=Options,
     examples="""
   drumline why runs/photos-resnet50-1
-  drumline train runs/photos-resnet50-1/recipe.toml data.workers=8   try what it says
+  drumline train runs/photos-resnet50-1/recipe.toml data.workers=8
 """,
 )
 WIDE = 120
