@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from drumline.parallel.world import single_process
 from drumline.report.page import PAGE
 from drumline.report.read import read_run
 from drumline.report.record import BATCH, FACTS, FOLDER, MISTAKES, read_evaluation, read_sheet
+from drumline.training.page import RunPage
 from tests.runs import command
 from tests.runs.command import drumline, metrics, train
 
@@ -63,7 +68,7 @@ def test_a_resumed_run_has_the_whole_story(folder: Path) -> None:
     train(folder, "again", recipe=SHORT)
     train(folder, "again", "train.epochs=2", "checkpoint.resume=auto", recipe=SHORT)
     run = read_run(folder / "runs" / "again")
-    assert [event.kind for event in run.events] == ["started", "finished", "started", "finished"]
+    assert [event.kind for event in run.events] == ["started", "finished", "started", "resumed", "finished"]
     assert run.report is not None
     assert len(run.evals) == 2
 
@@ -106,3 +111,26 @@ def test_the_page_of_a_failed_run_says_so(folder: Path, processes: int) -> None:
     text = (folder / "runs" / f"failed-{processes}" / PAGE).read_text()
     assert "✗ failed" in text
     assert "boom" in text
+
+
+class Counting(RunPage):
+    """Counts its pages instead of writing them. Each takes 20 ms."""
+
+    def _write(self) -> None:
+        self.facts["pages"] += 1
+        time.sleep(0.02)
+
+
+def test_pages_take_at_most_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.training.page.EXPECTED_S", 0.0001)
+    sets: Any = None
+    page = Counting(
+        tmp_path, sets, single_process(torch.device("cpu")), 0, None, print, lambda: True, {"pages": 0}
+    )
+    seen: Any = None
+    for step in range(20):
+        page.evaluated(step, seen, best=False)
+        time.sleep(0.02)
+    assert page.facts["pages"] == 1  # the next one would be due after 2 s
+    page.close(print)
+    assert page.facts["pages"] == 2
