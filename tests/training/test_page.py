@@ -134,3 +134,19 @@ def test_pages_take_at_most_a_hundredth_of_the_time(tmp_path: Path, monkeypatch:
     assert page.facts["pages"] == 1  # the next one would be due after 2 s
     page.close(print)
     assert page.facts["pages"] == 2
+
+
+def test_a_distilled_run_records_what_its_teacher_predicts(folder: Path) -> None:
+    more = ("distill.teacher_weights=runs/one", "run.name=taught", "train.steps=8", "parallel.processes=2")
+    done = drumline("distill", *command.TINY, *more, "train.epochs=1", folder=folder)
+    assert done.returncode == 0, done.stderr
+    score = metrics(folder, "taught", "eval")[-1]
+    found = read_evaluation(folder / "runs" / "taught")
+    teacher = read_evaluation(folder / "runs" / "one")
+    assert found is not None
+    assert teacher is not None
+    assert found.teacher is not None
+    assert found.teacher.min() >= 0
+    assert score["agreement"] == pytest.approx(np.mean(found.predictions == found.teacher))
+    assert "The student predicts the teacher" in (folder / "runs" / "taught" / PAGE).read_text()
+    assert np.mean(found.teacher == teacher.predictions) > 0.98
