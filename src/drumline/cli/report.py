@@ -55,8 +55,8 @@ COMMAND = Command(
     examples="""
   drumline report runs/photos-resnet50-1
   drumline report runs/a runs/b runs/c --out comparison.html
-  drumline report runs/photos-resnet50-1 --serve     watch it train
-  drumline report runs/a --serve --host 0.0.0.0      from other machines, with a token
+  drumline report runs/photos-resnet50-1 --serve   watch it train
+  drumline report runs/a --serve --host 0.0.0.0    from elsewhere, with a token
 """,
 )
 
