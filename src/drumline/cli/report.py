@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     if options.serve:
         return serve(runs, options)
     if len(runs) > 1 and not options.out:
-        raise UserError("several runs have no folder of their own", "add --out FILE.html")
+        raise UserError("a page of several runs needs a file", "add --out FILE.html")
 
     from drumline.report.page import PAGE, page, read_runs
 
