@@ -78,7 +78,7 @@ def test_the_page_of_a_run_has_every_section_and_loads_nothing(tmp_path: Path) -
     assert "resnet8 (78 k parameters) learned 3 classes of photos from 600 images" in found.text
     assert "it is right on 50.0% of 300 images" in found.text
     assert "★ best: epoch 5" in found.text
-    assert "drumline train 'data.path=my photos'" in found.text
+    assert "drumline train data.path=photos" in found.text
     assert "abcdef" in found.text
 
 

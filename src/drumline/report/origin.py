@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from drumline.config.fields import recipe_fields
@@ -31,8 +30,9 @@ SIGNS = {
 def recipe(run: RunFacts) -> list[Child]:
     """The command, the settings that are not the default, and all of them."""
     parts: list[Child] = []
-    if command := command_line(run):
-        parts += [el("p", "The command:"), el("pre", el("code", command), tabindex="0")]
+    if typed := commands(run):
+        title = "The command:" if len(typed) == 1 else "The commands:"
+        parts += [el("p", title), el("pre", el("code", "\n".join(typed)), tabindex="0")]
     if not run.settings:
         return [*parts, el("p", "recipe.toml is missing or damaged.", class_="none")]
     known = recipe_fields()
@@ -59,14 +59,13 @@ def proof(run: RunFacts) -> list[Child]:
     return [*events(run), *bits(run), *certificate(run), *timeline(run)]
 
 
-def command_line(run: RunFacts) -> str:
-    """The command as it was typed; empty if it is not recorded."""
+def commands(run: RunFacts) -> list[str]:
+    """The commands that started and resumed the run, as they were typed."""
+    started = (each.text.rpartition(" (")[0] or each.text for each in run.events if each.kind == "started")
+    if found := list(dict.fromkeys(started)):
+        return found
     command = run.environment.get("command")
-    if not isinstance(command, list) or not command:
-        return ""
-    program, *argv = map(str, command)
-    typed = "drumline" if Path(program).name in ("drumline", "__main__.py") else program
-    return shlex.join([typed, *argv])
+    return [shlex.join(map(str, command))] if isinstance(command, list) and command else []
 
 
 def environment(run: RunFacts) -> list[Child]:
