@@ -55,7 +55,7 @@ def speed(run: RunFacts) -> list[Child]:
     axis = Axis("images per second", "{:,.0f}".format, low=0.0)
     charts.append(
         line_chart(
-            "Throughput, images per second",
+            "Throughput, img/s",
             [Series("images per second", points(run.train, "images_per_s"), 3)],
             axis,
         )
@@ -157,9 +157,7 @@ def over_time(evidence: Evidence) -> Element:
         columns.append((f"{group.epoch:.3g}", {NAMES[part]: value for part, value in parts.items()}))
     axis = Axis("milliseconds", lambda value: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
     kinds = {NAMES[part]: look for part, look in LOOKS.items() if NAMES[part] in columns[0][1]}
-    return stacked_columns(
-        "Mean step over time, milliseconds (colours as above)", columns, kinds, axis, "epoch"
-    )
+    return stacked_columns("Step over time, ms (colours as above)", columns, kinds, axis, "epoch")
 
 
 def grouped(intervals: Sequence[Interval]) -> list[list[Interval]]:

@@ -80,7 +80,7 @@ def curves(runs: Sequence[RunFacts]) -> list[Child]:
     charts += [
         line_chart("Learning rate", _lines(runs, train, "lr"), Axis("learning rate", "{:.2g}".format)),
         line_chart(
-            "Throughput, images per second",
+            "Throughput, img/s",
             _lines(runs, train, "images_per_s"),
             Axis("images per second", "{:,.0f}".format, low=0.0),
         ),
