@@ -110,7 +110,7 @@ PLANTED = (
         "small-batch",
         also=("evaluation",),
     ),
-    Case("evaluation-heavy", (*DIGITS, "train.eval_every=0.1"), "evaluation"),
+    Case("evaluation-heavy", (*DIGITS, "train.eval_every=0.04"), "evaluation"),
     Case("checkpoint-heavy", (*DIGITS, "checkpoint.every_steps=1"), "checkpoint", also=("guards",)),
     Case(
         "cold first epoch",
