@@ -202,7 +202,7 @@ HELD_OUT = (
         ("feed",),
     ),
 )
-"""Variants: other sizes, models and workers. The thresholds were set before they first ran."""
+"""Variants: other sizes, models and workers, written after the rules."""
 
 HEALTHY = (
     Case("digits", DIGITS),
