@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (the package `chromium` of Debian)"),
 ]
-DARK = "getComputedStyle(document.body).backgroundColor"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,32 @@ def test_it_is_dark_if_the_system_is_and_the_button_overrides_it(browser: Browse
     for scheme in ("light", "dark"):
         browser.media(scheme)
         browser.open(url)
-        colours.append(browser.run(DARK))
+        colours.append(browser.run(BACKGROUND))
     assert colours[0] != colours[1]
     browser.run("document.getElementById('theme').click()")  # light
-    assert browser.run(DARK) == colours[0]
+    assert browser.run(BACKGROUND) == colours[0]
     browser.run("document.getElementById('theme').click()")
-    assert browser.run(DARK) == colours[1]
+    assert browser.run(BACKGROUND) == colours[1]
     browser.run("localStorage.clear()")
     browser.media("dark", "print")
-    assert browser.run(DARK) == "rgb(255, 255, 255)"
+    assert browser.run(BACKGROUND) == "rgb(255, 255, 255)"
     browser.media()
     assert browser.pdf().startswith(b"%PDF")
+
+
+def test_it_works_without_its_script(browser: Browser, tmp_path: Path) -> None:
+    url = written(tmp_path, make_run(tmp_path / "a"))
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    colours = []
+    for scheme in ("light", "dark"):
+        browser.media(scheme)
+        browser.open(url)
+        colours.append(browser.run(BACKGROUND))
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    browser.media()
+    assert colours[0] != colours[1]
+    assert browser.run("document.getElementById('theme').offsetWidth") == 0  # a button that would do nothing
+    assert browser.run("document.querySelector('svg.plot').getBoundingClientRect().width") > 200
 
 
 def test_the_keyboard_reaches_everything_and_reads_values_off_a_chart(
