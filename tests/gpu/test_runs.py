@@ -12,6 +12,8 @@ from PIL import Image
 
 from drumline.config.recipe import Checkpoint, Data, Model, Optim, Recipe, Run, Train
 from drumline.parallel.world import single_process
+from drumline.report.page import PAGE
+from drumline.report.read import read_run
 from drumline.state.checkpoint import checkpoints
 from drumline.state.verify import verify_run
 from drumline.training.loop import train
@@ -197,3 +199,15 @@ def reads_the_device(classes: int) -> torch.nn.Module:
 
 def waits_for_the_device(classes: int) -> torch.nn.Module:
     return Uncapturable(classes, reads=False)
+
+
+def test_a_captured_run_leaves_its_page(tmp_path: Path) -> None:
+    recipe = replace(BASE, train=Train(steps=30), run=replace(BASE.run, dir=str(tmp_path), name="page"))
+    train(recipe, single_process(torch.device("cuda", 0)))
+    run = read_run(tmp_path / "page")
+    assert run.report is not None
+    assert int(run.report.right.sum()) == run.best["correct"]
+    text = (tmp_path / "page" / PAGE).read_text()
+    assert "✓ finished" in text
+    assert "computing" in text
+    assert "Worst mistakes" in text

@@ -32,7 +32,7 @@ from drumline.training import metrics
 from drumline.training.evaluate import evaluate
 from drumline.training.guards import state_tensors
 from drumline.training.metrics import Metric, Outputs
-from drumline.training.report import Predictions
+from drumline.training.predictions import Predictions
 from drumline.training.reporter import MeterReader
 from drumline.training.stop import StopSign
 from tests.launch.job import is_running

@@ -156,8 +156,14 @@ def test_what_is_not_finite_is_never_the_best(
     accuracy: int, nonfinite: int, weights: list[str], best: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
+    recorded_best: list[bool] = []
+
+    def recorded(step: int, seen: object, best: bool) -> None:
+        recorded_best.append(best)
+
     run: Any = SimpleNamespace(
         reporter=SimpleNamespace(drain=lambda: None, evaluated=lambda *given: None),
+        page=SimpleNamespace(recording=lambda: SimpleNamespace(add=None), evaluated=recorded),
         sets=SimpleNamespace(bad=()),
         world=single_process(tiny.CPU),
         record_broken_samples=lambda: None,
@@ -170,10 +176,11 @@ def test_what_is_not_finite_is_never_the_best(
     monkeypatch.setattr(
         loop,
         "score_model",
-        lambda run: tuple(Score(10, odd, {"top1": accuracy / 10}, {}) for odd in (nonfinite, 0)),
+        lambda run, record: tuple(Score(10, odd, {"top1": accuracy / 10}, {}) for odd in (nonfinite, 0)),
     )
     _, position = loop.evaluate(run, Position(7, 10, best_step=3, best_value=0.5))
     assert position.best_step == (7 if best else 3)
+    assert recorded_best == [best]
     assert bool(logged) is (nonfinite > 0 or bool(weights))
 
 

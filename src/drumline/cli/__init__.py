@@ -33,6 +33,8 @@ commands:
   export   export a verified model for other programs
   pack     pack a data set into a few large files
   verify   check a run or a data set for damage
+  why      report why a run is slow, and what would help
+  report   write the page of a run, or serve it live
   compare  report whether two runs have the same bits
   plan     list where a model can be cut into pipeline stages
   doctor   check this machine
@@ -59,6 +61,8 @@ COMMANDS = (
     "export",
     "pack",
     "verify",
+    "why",
+    "report",
     "compare",
     "plan",
     "doctor",
@@ -74,6 +78,8 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("teach", "kd", "distil"), "distill"),
     **dict.fromkeys(("check", "fsck", "validate-data"), "verify"),
     **dict.fromkeys(("diff",), "compare"),
+    **dict.fromkeys(("diagnose", "profile", "slow"), "why"),
+    **dict.fromkeys(("html", "page", "dashboard", "view", "serve", "tensorboard"), "report"),
     **dict.fromkeys(("info", "env", "collect_env"), "doctor"),
     **dict.fromkeys(("version",), "--version"),
 }

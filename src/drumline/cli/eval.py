@@ -20,7 +20,8 @@ from drumline.config.learning import Data
 from drumline.config.sources import names_code
 from drumline.core.errors import UserError
 from drumline.core.files import check_output
-from drumline.training.metrics import BINS, METRICS
+from drumline.report.units import BINS
+from drumline.training.metrics import METRICS
 
 _METRICS = "\n        ".join(
     f"  {', '.join(filter(None, (metric.name, metric.count))):<17}  {metric.about}" for metric in METRICS

@@ -7,9 +7,9 @@ so a lower layer can mark what it does wherever it runs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from time import perf_counter
 
 DATA, COMPUTE, TEACHER, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, GUARDS, LOG, EVALUATION, CHECKPOINT, OTHER = (
@@ -53,6 +53,8 @@ class Account:
     ) -> None:
         """`first` is the part that it begins in."""
         self._parts, self._first, self._clock = tuple(parts), first, clock
+        self.listener: Callable[[str, bool], None] | None = None
+        """Called with each part that is entered, and whether by the thread that is counted."""
         self.restart()
 
     def restart(self) -> None:
@@ -62,16 +64,20 @@ class Account:
 
     def adopt(self) -> None:
         """Counts the calling thread from now on, in addition to the sums so far."""
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
         self._part, self._since = self._first, self._clock()
 
     def enter(self, part: str) -> str:
         """Ends the present part, begins another one, and returns the one that ended."""
         before = self._part
-        if threading.get_ident() == self._owner:
+        if get_ident() == self._owner:
             now = self._clock()
             self._sums[before] += now - self._since
             self._part, self._since = part, now
+            if self.listener is not None:
+                self.listener(part, True)
+        elif self.listener is not None:
+            self.listener(part, False)
         return before
 
     @contextmanager
@@ -94,6 +100,11 @@ class Account:
         finally:
             if before not in BETWEEN_STEPS:
                 self.enter(before)
+
+    @property
+    def present(self) -> tuple[int, str]:
+        """The thread that is counted, and the part that it is in."""
+        return self._owner, self._part
 
     def sums(self) -> dict[str, float]:
         """Seconds in each part up to now. Any thread may ask."""

@@ -39,8 +39,9 @@ class CorruptError(Exception):
     """A stored file is missing, damaged or not what it claims to be. The message names the file and the reason."""
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` on a temporary file beside `path`, then renames that file to `path`. Durable on return.
+def write_file(path: Path, write: Callable[[Path], None], durable: bool = True) -> None:
+    """Calls `write` on a temporary file beside `path`, then renames that file to `path`. Durable on return; a file
+    that can be made again need not be, and then nothing waits for the disk.
 
     If `write` or the disk fails, the temporary file is removed and the error is raised.
     """
@@ -49,27 +50,29 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     lock.check(path)
     try:
         write(temporary)
-        _sync_file(temporary)
+        if durable:
+            _sync_file(temporary)
         lock.check(path)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     """`write_file` for bytes."""
 
     def write(temporary: Path) -> None:
         temporary.write_bytes(content)
 
-    write_file(path, write)
+    write_file(path, write, durable)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, durable: bool = True) -> None:
     """`write_file` for text, in UTF-8. Line endings stay as they are."""
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8"), durable)
 
 
 def check_output(option: str, path: Path) -> None:

@@ -67,7 +67,7 @@ from drumline.parallel.pipeline.stage import describe_stages
 from drumline.parallel.strategy import Cut, Strategy, uses_channels_last
 from drumline.parallel.world import World
 from drumline.state.checkpoint import newest_valid, read_checkpoint
-from drumline.training.metrics import Metric, Score
+from drumline.training.metrics import Score
 from drumline.training.model import initial_model
 from drumline.training.schedule import Plan
 from drumline.training.sets import Sets
@@ -140,7 +140,7 @@ class _Builder:
         # Over processes, its outputs on a step's micro-batches are computed ahead of the student's stages.
         over_processes = self.stages is not None and self.stages.shape.over_processes
         pipelined = PipelinedTeacher(teacher) if over_processes else None
-        score, metrics = self._measure(teacher, networks, runs_here=self.grid.ends or over_processes)
+        score, predictions = self._measure(teacher, networks, runs_here=self.grid.ends or over_processes)
         if self.selection.phase:
             _freeze_unused(module, teacher, self.size)
         # BatchNorm in helpers always spans the global batch; in the student only with `train.sync_bn`.
@@ -164,7 +164,8 @@ class _Builder:
             objective=objective,
             messages=tuple(self.messages),
             shown=tuple(self.shown),
-            metrics=metrics,
+            metrics=() if predictions is None else (agreement_metric(predictions),),
+            teacher_predictions=predictions,
             facts={"teacher_top1": score.accuracy} if score else {},
             summary=f"teacher {score.accuracy:.2%}" if score else "",
             evaluates=not self.selection.phase,
@@ -235,15 +236,15 @@ class _Builder:
 
     def _measure(
         self, teacher: Teacher, networks: FittedNetworks, runs_here: bool
-    ) -> tuple[Score | None, tuple[Metric, ...]]:
-        """The teacher's score, and the metric that compares the student with its predictions. A later initial phase
-        does not measure again, and a teacher of other classes has no score."""
+    ) -> tuple[Score | None, Tensor | None]:
+        """The teacher's score, and the class that it predicts for each evaluation sample. A later initial phase does
+        not measure again, and a teacher of other classes has no score."""
         if self.selection.phase and self.previous:
-            return None, ()
+            return None, None
         if networks.foreign:
             self.messages.append("the teacher's accuracy is not measured: its classes are not the data's")
             self.messages += image_warnings(self.recipe, self.sets, networks.teachers)
-            return None, ()
+            return None, None
         predictions = torch.full((len(self.sets.eval),), -1, device=self.world.device)
         unrecorded = any(each.record is None for each in networks.teachers)
         score, warnings = measure_teacher(
@@ -260,7 +261,7 @@ class _Builder:
             self.shown += messages
         else:
             self.messages += messages
-        return score, (agreement_metric(predictions),)
+        return score, predictions
 
     def _cache(self, teacher: Teacher, identity: Identity) -> CachedTeacher:
         cached = open_cached_teacher(self.recipe, teacher, identity, self.sets, self.plan, self.world)

@@ -26,6 +26,7 @@ from types import MappingProxyType
 
 from drumline.config.recipe import Launch, Parallel
 from drumline.config.rendezvous import Rendezvous, parse_rendezvous, variables_missing
+from drumline.core import lock
 from drumline.core.environment import LAUNCHER
 from drumline.core.errors import UserError
 from drumline.core.machine import listening_socket, raise_descriptor_limit
@@ -45,6 +46,7 @@ from drumline.launch.nodes import Node
 from drumline.launch.shared_folder import SharedFolder
 from drumline.launch.supervisor import GRACE_SECONDS, Outcome, Policy, Supervisor
 from drumline.launch.workers import WorkerEnvironment
+from drumline.observe.run_log import METRICS
 from drumline.observe.text_log import LauncherLog
 
 LEAVE_SECONDS = 10.0
@@ -112,9 +114,25 @@ def launch(
             policy=Policy(supervision.restarts, Limits(supervision.hang, parallel.timeout), grace),
         )
         try:
-            return replace(supervisor.run(), result=environment.result())
+            outcome = replace(supervisor.run(), result=environment.result())
         except NotConnected as error:
             raise _not_connected(rendezvous, parallel, error) from error
+        folder = _run_folder(run_dir, environment.claim.read())
+    if outcome.exit_code and folder is not None and log.writes:
+        _write_page(folder, log.start, say)
+    return outcome
+
+
+def _write_page(folder: Path, start: tuple[str, int], say: Callable[[str], None]) -> None:
+    """The page of a run whose workers could not write it to the end."""
+    if lock.is_held(folder) or lock.is_past(folder, *start) or not (folder / METRICS).exists():
+        return
+    try:
+        from drumline.report.page import write_page  # most runs end without it
+
+        write_page(folder)
+    except Exception as error:
+        say(f"WARNING: the report of {folder} is not written ({type(error).__name__}: {error})")
 
 
 def _node(parallel: Parallel, processes: int, host: str, address: str, store: socket.socket) -> Node:

@@ -21,7 +21,7 @@ from typing import Protocol
 from drumline.core import lock
 from drumline.core.text import counted
 from drumline.observe.metric_files import Value, append, append_to, cannot_write, encode, repair
-from drumline.observe.text_log import LOG, ended_unrecorded, stamped
+from drumline.observe.text_log import LOG, REMOVED, ended_unrecorded, stamped
 from drumline.observe.tracker_process import Trackers
 from drumline.observe.trackers import RunFacts
 from drumline.state.chain import FILE as FINGERPRINTS
@@ -114,9 +114,9 @@ class RunLog:
         if damage:
             self.log(f"WARNING: {damage}")
         if repaired.beyond:
-            self.log(f"{METRICS}: removed {counted(repaired.beyond, 'line')} after step {keep_until_step:,}")
+            self.log(f"{REMOVED}{counted(repaired.beyond, 'line')} after step {keep_until_step:,}")
         if repaired.torn:
-            self.log(f"{METRICS}: removed {counted(repaired.torn, 'incomplete line')}")
+            self.log(f"{REMOVED}{counted(repaired.torn, 'incomplete line')}")
         return self
 
     def metric(

@@ -62,13 +62,14 @@ def find_runs(folders: Sequence[Path]) -> list[RunSummary]:
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    if _is_run(folder):
+    if is_run(folder):
         yield folder
     elif folder.is_dir():
-        yield from filter(_is_run, sorted(folder.iterdir()))
+        yield from filter(is_run, sorted(folder.iterdir()))
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds what a run writes."""
     return any((folder / name).is_file() for name in ("recipe.toml", LOG, METRICS))
 
 

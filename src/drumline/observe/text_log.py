@@ -21,6 +21,10 @@ LOG = "log.txt"
 STARTED = "started: "
 FINISHED, STOPPED, FAILED = "finished: ", "stopped: ", "failed: "
 """Prefixes of the lines that open and close the log of a process."""
+LAUNCHER, WARNING = "launcher: ", "WARNING: "
+"""Prefixes of lines from the process that started the run, and of warnings."""
+RESUMED, REMOVED = "resumed from ", "metrics.jsonl: removed "
+"""Prefixes of lines that say where a run continues, and what it repeats."""
 
 
 EARLY_SECONDS = 0.5
@@ -107,7 +111,7 @@ class LauncherLog:
         self._thread: threading.Thread | None = None
         self.writes, self.start = True, ("", 0)
 
-    def __call__(self, text: str, opening: str = "launcher: ") -> None:
+    def __call__(self, text: str, opening: str = LAUNCHER) -> None:
         """`opening` is `FAILED` or `STOPPED` if the text says why the workers ended."""
         self._say(text)
         if self.writes:
@@ -115,7 +119,7 @@ class LauncherLog:
                 self._thread = threading.Thread(target=self._write, name="log.txt", daemon=True)
                 self._thread.start()
             # If the log appears later, the line must not read as the end of the processes that write that log.
-            self._entries.put((stamped(opening + text), stamped("launcher: " + text), self.start))
+            self._entries.put((stamped(opening + text), stamped(LAUNCHER + text), self.start))
 
     def close(self, seconds: float = 2.0) -> None:
         """Waits until everything is written, for at most `seconds`."""

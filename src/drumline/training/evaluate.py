@@ -33,13 +33,14 @@ from drumline.data.feed.sampler import evaluation_starts
 from drumline.observe.display import make_display
 from drumline.parallel.strategy import to_device
 from drumline.parallel.world import Grid, World, make_grid
+from drumline.report.scores import Report
 from drumline.state.model_record import ModelRecord
 from drumline.state.weights import load_weights, weights_record
 from drumline.training import metrics as table
 from drumline.training.consistency import check_data, check_recipes, check_software
 from drumline.training.metrics import Metric, Outputs, Score, Sums, describe, score_of
 from drumline.training.model import FIELDS, build_model, model_record, reject_nonfinite, shared_weights
-from drumline.training.report import Predictions, Report
+from drumline.training.predictions import Predictions
 from drumline.training.report_output import class_lines, summary, write_files
 from drumline.training.sets import (
     Normalise,

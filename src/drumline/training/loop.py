@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,11 +34,12 @@ from drumline.state.tensors import Groups
 from drumline.training.best import after_evaluation, is_better
 from drumline.training.evaluate import score_module
 from drumline.training.guards import RunGuards
-from drumline.training.metrics import Score, no_result
+from drumline.training.metrics import Outputs, Score, no_result
 from drumline.training.output import TrainResult, closing_line
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run
 from drumline.training.sets import describe_bad_samples, gather_bad_samples
+from drumline.training.speed import speed_facts
 from drumline.training.stop import StopSign
 from drumline.training.task import Builder, classification
 
@@ -84,7 +85,7 @@ def _train(
         signals.enter_context(stop)
     early = run.early_stop(run.position)
     if run.position.step < run.plan.total and not early:
-        rehearse(run, run.single_batch(run.position.step))
+        _rehearse(run)
     run.begin()
     if early:
         command = resume_command(run.recipe, run.folder.path) if run.folder else ""
@@ -100,6 +101,14 @@ def _train(
         model, average = score_model(run)
         score = average or model
     return finish(run, position, score, stop, time.monotonic() - began)
+
+
+def _rehearse(run: Run) -> None:
+    """Tries the first step on its batch, of which the page shows pictures."""
+    batch = run.single_batch(run.position.step)
+    if run.strategy.grid.reads:
+        run.page.first_batch(batch, run.position.step)
+    rehearse(run, batch)
 
 
 @contextmanager
@@ -126,7 +135,7 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
     guards.begin()
     with closing(run.batches(position.step, last)) as batches:
         batch = next(batches)
-        reporter.begin(position.step)
+        reporter.begin(position.step, speed_facts(run))
         enter(Phase.STARTING)
         for index in range(position.step, last):
             rate = plan.schedule(index)
@@ -158,7 +167,6 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
             if due.save or stopping or early or position.best_step == done:
                 save(run, position, guards, must=stopping or bool(early) or done == last)
             if stopping or early or done == last < plan.total:
-                reporter.stopped(done)
                 if run.manager is not None:
                     run.manager.wait()
                 break
@@ -170,6 +178,7 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
         stop.finish()
     enter(Phase.ENDING)
     guards.end()
+    reporter.stopped(position.step)
     reporter.drain()
     return position, score
 
@@ -189,13 +198,15 @@ def evaluate(run: Run, position: Position) -> tuple[Score, Position]:
     """Scores the model and, if there is one, its average, which is then judged. Updates the best score."""
     with account.within(EVALUATION):
         run.reporter.drain()
-        score, average = score_model(run)
+        seen = run.page.recording()
+        score, average = score_model(run, seen.add)
         gather_bad_samples(run.sets.bad, run.world)
         run.record_broken_samples()
     judged = average or score
     nonfinite = max(score.nonfinite, judged.nonfinite)
     value = judged.values[run.best_metric.name]
     best = is_better(run.best_metric, value, position) and not nonfinite and not _nonfinite_weights(run)
+    run.page.evaluated(position.step, seen, best)
     if nonfinite:
         run.log(
             f"WARNING: the model's output is not finite for {nonfinite:,} of {judged.samples:,} samples: "
@@ -217,10 +228,13 @@ def _nonfinite_weights(run: Run) -> bool:
     return bool(names)
 
 
-def score_model(run: Run) -> tuple[Score, Score | None]:
-    """The model's score on the evaluation set, and its average's if there is one."""
+def score_model(
+    run: Run, record: Callable[[Outputs], None] = lambda outputs: None
+) -> tuple[Score, Score | None]:
+    """The model's score on the evaluation set, and its average's if there is one. `record` gets the outputs of the
+    one that is judged."""
 
-    def score_of(module: nn.Module) -> Score:
+    def score_of(module: nn.Module, judged: bool) -> Score:
         watch = partial(run.reporter.display.evaluation, total=len(run.sets.eval))
         grid = run.strategy.grid
         with run.strategy.evaluation(module) as scored:
@@ -231,12 +245,13 @@ def score_model(run: Run) -> tuple[Score, Score | None]:
                 grid,
                 watch,
                 metrics=run.metrics,
+                record=record if judged else lambda outputs: None,
                 blank=not grid.reads,
                 precision=run.step.precision,
             )
 
     average = run.state.average
-    return score_of(run.state.model), score_of(average.module) if average else None
+    return score_of(run.state.model, average is None), score_of(average.module, True) if average else None
 
 
 def save(run: Run, position: Position, guards: RunGuards, must: bool = False) -> None:

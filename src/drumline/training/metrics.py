@@ -16,13 +16,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from drumline.core.text import loss_text
+from drumline.report.units import FIXED_POINT
 
 if TYPE_CHECKING:  # `drumline eval --help` lists the table without importing torch
     from torch import Tensor
 
-FIXED_POINT = 2**24
-BINS = 15
-"""Bins of equal width into which the calibration error divides the probabilities from 0 to 1 (`report.py`)."""
 LARGEST_SUM = 2.0**38
 """The largest sum of fractions over a set: in fixed point, it fits into 64 bits in any order of addition."""
 

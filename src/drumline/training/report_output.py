@@ -20,8 +20,8 @@ from drumline.core.files import write_output
 from drumline.core.progress import progress
 from drumline.core.text import printable
 from drumline.data.sources import Dataset, EncodedDataset
-from drumline.training.metrics import FIXED_POINT
-from drumline.training.report import NO_CLASS, ClassScore, Report
+from drumline.report.scores import NO_CLASS, ClassScore, Report
+from drumline.report.units import FIXED_POINT
 
 FEW = 40
 """Up to this number of classes, all are listed."""

@@ -20,6 +20,7 @@ from drumline.core.errors import UserError
 from drumline.core.files import CorruptError
 from drumline.data.classes import describe_difference
 from drumline.data.identity import changed_samples
+from drumline.observe.text_log import RESUMED
 from drumline.parallel.strategy import Gathered
 from drumline.parallel.world import World
 from drumline.state.checkpoint import read_checkpoint
@@ -65,7 +66,7 @@ def restore(
         groups = _refrozen(groups, manifest.environment.get(FROZEN), state.frozen, slots)
         strict = recipe.run.strict
         position, messages = compare_manifest(recipe, manifest, environment, checkpoint)
-        messages.insert(0, f"resumed from {checkpoint} at step {position.step:,}")
+        messages.insert(0, f"{RESUMED}{checkpoint} at step {position.step:,}")
         changes = changed_environment(manifest.environment, environment, strict)
         if changes and strict:
             raise UserError(

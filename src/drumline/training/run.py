@@ -26,7 +26,9 @@ from drumline.data.feed.loader import Batches, LoaderWorkers
 from drumline.data.feed.own_transform import load_transform
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe.display import Display, make_display
+from drumline.observe.nvml import gpu_reader
 from drumline.observe.run_log import RunLog
+from drumline.observe.sampler import Sampler
 from drumline.observe.timeline import StepTimeline
 from drumline.observe.trackers import check_installed
 from drumline.parallel.norm import explain_one_value
@@ -45,6 +47,7 @@ from drumline.training.defaults import choose_defaults
 from drumline.training.metrics import Metric
 from drumline.training.model import choose_head_rate, model_record, size_warning
 from drumline.training.output import RunOutput
+from drumline.training.page import RunPage
 from drumline.training.reporter import MeterReader, RunReporter
 from drumline.training.resume import FROZEN, forget_best, restore, saved_facts, threads_of
 from drumline.training.schedule import Plan, make_plan
@@ -89,7 +92,10 @@ class Run:
     shard_writer: ShardWriter | None
     """Writes shards of checkpoints, on the other ranks."""
     reporter: RunReporter
+    page: RunPage
     timeline: StepTimeline | None
+    not_captured: str = ""
+    """Why the step is not a CUDA graph, once the rehearsal has tried."""
 
     def __init__(self, recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> None:
         enter(Phase.STARTING)
@@ -152,6 +158,11 @@ class Run:
     def log(self, text: str, show: bool = True) -> None:
         """Adds a line to the log, and to the screen if `show`."""
         self.reporter.run_log.log(text, show)
+
+    def _late(self, text: str) -> None:
+        """A line after the log has been closed."""
+        self.reporter.display.log(text)
+        self.record(text)
 
     def record(self, text: str) -> None:
         """A line for log.txt from a signal handler."""
@@ -245,6 +256,25 @@ class Run:
         """Opens what the run writes: log and checkpoints on rank 0, shards on the other ranks."""
         recipe, world = self.recipe, self.world
         self.output = self.shard_writer = None
+        self.page = RunPage(
+            self.folder.path if self.folder is not None else None,
+            self.sets,
+            world,
+            recipe.run.seed,
+            self.task.teacher_predictions,
+            log=self.log,
+            begun=lambda: self.output is not None and self.output.begun,
+            facts={
+                "parameters": sum(parameter.numel() for parameter in self.task.model.parameters()),
+                "precision": self.step.precision.name,
+                "source": self.sets.name,
+                "train_samples": len(self.sets.train),
+                "eval_samples": len(self.sets.eval),
+                "steps": self.plan.total,
+                "epochs": self.plan.total / self.plan.per_epoch,
+            },
+        )
+        cleanup.callback(self.page.close, self._late)  # after the log, and before the lock of the folder
         if self.folder is not None:
             self.output = RunOutput(self.folder, recipe, environment, self.position, display, cleanup)
             if not self.folder.holds_run:
@@ -252,6 +282,8 @@ class Run:
         elif recipe.checkpoint.sharded:
             self.shard_writer = ShardWriter()
             cleanup.callback(self.shard_writer.close)
+        sampler = Sampler(device=gpu_reader(world.device))
+        cleanup.callback(sampler.stop)
         self.reporter = RunReporter(
             self.output.run_log if self.output is not None else RunLog(None),
             display,
@@ -265,6 +297,7 @@ class Run:
             classes=len(self.sets.train.classes),
             trend=self._trend(),
             feed=self.sets.times,
+            sampler=sampler,
         )
         self.timeline = StepTimeline.of(
             self.strategy,

@@ -211,6 +211,8 @@ class Task:
     """Numbers that the result of the run repeats, such as a teacher's accuracy."""
     summary: str = ""
     """The same for the closing line of the run."""
+    teacher_predictions: torch.Tensor | None = None
+    """The class that a teacher predicts for each evaluation sample; -1 for those that other processes score."""
     evaluates: bool = True
     """Whether the run evaluates. False where the model's accuracy has no meaning."""
     extend_batches: ExtendBatches = unchanged

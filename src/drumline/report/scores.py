@@ -1,7 +1,7 @@
 """What an evaluation reports beyond its metrics: about each class, about pairs of classes, and about confidence.
 
 Promises: computed from one prediction for each sample, gathered as integers, so it has the same bits on any number of
-processes. Probabilities are in fixed point. Classes are those of the model, by name. Pure, except `Predictions`.
+processes. Probabilities are in fixed point. Classes are those of the model, by name. Pure, and without torch.
 """
 
 from __future__ import annotations
@@ -13,34 +13,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from drumline.parallel.world import World
-from drumline.training.metrics import BINS, FIXED_POINT, Outputs
+from drumline.report.units import BINS, FIXED_POINT
 
 Numbers = NDArray[np.int64]
 NO_CLASS = -1
 """The prediction of a model whose output contains NaN."""
-
-
-class Predictions:
-    """Collects the predicted class of each sample and its probability while an evaluation runs."""
-
-    def __init__(self, samples: int, device: torch.device) -> None:
-        self._rows = torch.zeros((samples, 2), dtype=torch.int64, device=device)
-
-    def add(self, outputs: Outputs) -> None:
-        """Records a batch. Never waits for the device."""
-        self._rows[outputs.samples, 0] = outputs.prediction - NO_CLASS
-        probability = outputs.logits.softmax(dim=1).amax(dim=1).nan_to_num(0.0)
-        self._rows[outputs.samples, 1] = probability.mul(FIXED_POINT).round().long()
-
-    def gather(self, world: World) -> tuple[Numbers, Numbers]:
-        """The predicted class and the probability, in fixed point, of each sample. Every rank calls it; each sample
-        was recorded on one of them."""
-        predicted, probability = world.all_reduce(self._rows).cpu().unbind(dim=1)
-        return (predicted + NO_CLASS).numpy(), probability.numpy()
 
 
 @dataclass(frozen=True)
@@ -163,16 +142,23 @@ class Report:
         """The mean probability of the predicted classes."""
         return int(self.probabilities.sum()) / FIXED_POINT / len(self.labels) if self.finite else math.nan
 
+    @cached_property
+    def calibration(self) -> list[tuple[int, int, int]]:
+        """For each bin of probabilities: its samples, how many of them are right, and the sum of their probabilities
+        in fixed point."""
+        bins = np.maximum(self.probabilities * BINS - 1, 0) // FIXED_POINT  # a bin includes its upper bound
+        sums = np.zeros((BINS, 3), dtype=np.int64)
+        np.add.at(sums, bins, np.stack([np.ones_like(bins), self.right, self.probabilities], axis=1))
+        return [(samples, right, probability) for samples, right, probability in sums.tolist()]
+
     @property
     def calibration_error(self) -> float:
         """The expected calibration error: the distance between mean probability and accuracy in each bin of
         probabilities, averaged over the samples."""
         if not self.finite:
             return math.nan
-        bins = np.maximum(self.probabilities * BINS - 1, 0) // FIXED_POINT  # a bin includes its upper bound
-        gaps = np.zeros(BINS, dtype=np.int64)
-        np.add.at(gaps, bins, self.probabilities - FIXED_POINT * self.right.astype(np.int64))
-        return int(np.abs(gaps).sum()) / FIXED_POINT / len(self.labels)
+        gaps = (abs(probability - FIXED_POINT * right) for _, right, probability in self.calibration)
+        return sum(gaps) / FIXED_POINT / len(self.labels)
 
     def result(self) -> dict[str, float]:
         """The figures of the whole set, by name."""

@@ -12,8 +12,10 @@ from rich.cells import cell_len
 
 from drumline.data.sources import ArrayDataset
 from drumline.parallel.world import single_process
-from drumline.training.metrics import BINS, FIXED_POINT, Outputs
-from drumline.training.report import Predictions, Report
+from drumline.report.scores import Report
+from drumline.report.units import BINS, FIXED_POINT
+from drumline.training.metrics import Outputs
+from drumline.training.predictions import Predictions
 from drumline.training.report_output import class_lines, confusion_csv, predictions_csv, summary
 from tests.training import tiny
 
