@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from statistics import median
 
-from drumline.comparison.findings import Finding, find_structure, layer_text
+from drumline.comparison.align import Pair
+from drumline.comparison.findings import Finding, find_structure, layer_text, size_text
 from drumline.comparison.measure import Measured
 from drumline.comparison.operators import ACTIVATIONS, ADDITION, MASK, NORMS
 from drumline.comparison.walk import Layer
@@ -88,8 +89,8 @@ def _value_findings(measured: Measured, visible: bool) -> Iterator[Finding]:
     elif values.gradient and not visible:
         yield Finding(
             "gradients",
-            f"with equal weights the outputs are equal, but the gradients first differ at {values.gradient}: look for "
-            "detach(), no_grad() or requires_grad between it and the output",
+            f"with equal weights the outputs are equal, but the gradients first differ at {values.gradient}: look "
+            "for detach(), no_grad() or requires_grad between it and the output",
         )
     elif values.evaluation > values.tolerance >= values.output and not visible:
         yield Finding(
@@ -272,34 +273,54 @@ CONTEXT, MOST = 2, 24
 """Layers shown around a difference, and rows of the table in all."""
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """The widths of the table's columns."""
+
+    name: int
+    text: int
+    output: int
+    number: int
+    memory: bool
+
+    @staticmethod
+    def of(width: int) -> _Columns:
+        memory, output, number = width >= 110, 13 if width >= 100 else 12, 8 if width >= 100 else 7
+        room = width - 2 - 2 * output - (4 if memory else 2) * number
+        return _Columns(room * 9 // 20, room - room * 9 // 20, output, number, memory)
+
+
 def table_lines(
     measured: Measured, findings: Iterable[Finding], width: int, every: bool = False
 ) -> list[str]:
     """The layers around the differences, or all of them."""
     pairs = measured.differences.pairs
-    marked = [_mark(measured, pair, {n for finding in findings for n in finding.layers}) for pair in pairs]
-    shown = list(range(len(pairs))) if every else _region([bool(mark.strip()) for mark in marked])
+    named = {number for finding in findings for number in finding.layers}
+    marks = [_mark(measured, pair, named) for pair in pairs]
+    shown = list(range(len(pairs))) if every else _region([bool(mark.strip()) for mark in marks])
     if not shown:
         return []
-    wide = width >= 110
-    columns = [9, 9] if not wide else [9, 9, 9, 9]
-    room = width - 2 - sum(size + 1 for size in columns) - 14
-    name_width, text_width = (room * 9 // 20, room - room * 9 // 20)
-    heads = ["ms A", "ms B"] if not wide else ["MiB A", "MiB B", "ms A", "ms B"]
-    lines = ["  " + _cell("layer", name_width) + _cell("", text_width) + f"{'output':>14}"
-             + "".join(f" {head:>{size}}" for head, size in zip(heads, columns, strict=True))]  # fmt: skip
+    columns = _Columns.of(width)
+    heads = ["MiB A", "MiB B"] if columns.memory else []
+    lines = [
+        "  "
+        + " " * (columns.name + columns.text)
+        + f"{'output A':>{columns.output}}{'output B':>{columns.output}}"
+        + "".join(f"{head:>{columns.number}}" for head in (*heads, "ms A", "ms B"))
+    ]
     last = -1
-    for number in shown:
+    for number in (*shown, len(pairs)):
         if number > last + 1:
-            lines.append(f"  ... {counted(number - last - 1, 'layer')} ...")
-        lines += _row(measured, pairs[number], marked[number], (name_width, text_width), columns)
+            hidden = sum(bool(mark.strip()) for mark in marks[last + 1 : number])
+            more = f", {hidden:,} of them different" if hidden else ""
+            lines.append(f"  ... {counted(number - last - 1, 'layer')}{more} ...")
+        if number < len(pairs):
+            lines += _rows(measured, pairs[number], marks[number], columns)
         last = number
-    if last < len(pairs) - 1:
-        lines.append(f"  ... {counted(len(pairs) - 1 - last, 'layer')} ...")
     return [line.rstrip() for line in lines]
 
 
-def _mark(measured: Measured, pair: tuple[int | None, int | None], named: set[int]) -> str:
+def _mark(measured: Measured, pair: Pair, named: set[int]) -> str:
     i, j = pair
     if j is None:
         return "- "
@@ -307,8 +328,9 @@ def _mark(measured: Measured, pair: tuple[int | None, int | None], named: set[in
         return "+ "
     if i == measured.values.layer and i in named:
         return "≠ "
-    changed = any(i == each.a for each in (*measured.differences.changed, *measured.differences.wiring))
-    return "~ " if changed else "  "
+    found = measured.differences
+    changed = {each.a for each in found.changed} | {each.a for each in found.wiring}
+    return "~ " if i in changed else "  "
 
 
 def _region(marked: Sequence[bool]) -> list[int]:
@@ -324,51 +346,42 @@ def _region(marked: Sequence[bool]) -> list[int]:
     return near
 
 
-def _row(
-    measured: Measured,
-    pair: tuple[int | None, int | None],
-    mark: str,
-    widths: tuple[int, int],
-    columns: Sequence[int],
-) -> list[str]:
+def _rows(measured: Measured, pair: Pair, mark: str, columns: _Columns) -> list[str]:
     a = None if pair[0] is None else measured.a[pair[0]]
     b = None if pair[1] is None else measured.b[pair[1]]
     if mark == "~ " and a is not None and b is not None:
-        return [_line("- ", a, None, widths, columns, b), _line("+ ", None, b, widths, columns, a)]
-    return [_line(mark, a, b, widths, columns, None)]
+        return [_line("- ", a, None, columns, _own(a, b)), _line("+ ", None, b, columns, _own(b, a))]
+    return [_line(mark, a, b, columns)]
 
 
-def _line(
-    mark: str,
-    a: Layer | None,
-    b: Layer | None,
-    widths: tuple[int, int],
-    columns: Sequence[int],
-    other: Layer | None,
-) -> str:
+def _own(layer: Layer, other: Layer) -> str:
+    """The layer in words, with the settings that differ from those of the other one."""
+    text = layer_text(layer)
+    if layer_text(other) != text:
+        return text
+    extra = [
+        f"{key} {size_text(value)}"
+        for key, value in layer.settings.items()
+        if other.settings.get(key) != value and key != "in"
+    ]
+    return ", ".join([text, *extra])
+
+
+def _line(mark: str, a: Layer | None, b: Layer | None, columns: _Columns, text: str = "") -> str:
     shown = a or b
     assert shown is not None
-    text = layer_text(shown)
-    if other is not None and layer_text(other) == text:
-        extra = [
-            f"{key} {value}"
-            for key, value in shown.settings.items()
-            if other.settings.get(key) != value and key != "in"
-        ]
-        text = ", ".join([text, *extra])
-    cells = []
-    if len(columns) == 4:
-        cells += [f"{layer.kept_bytes / 2**20:.2f}" if layer else "-" for layer in (a, b)]
-    cells += [f"{1000 * layer.seconds:.2f}" if layer else "-" for layer in (a, b)]
-    output = "×".join(map(str, shown.output[1:]))
-    if a is not None and b is not None and a.output[1:] != b.output[1:]:
-        output = _both_shapes(a.output[1:], b.output[1:])
-    numbers = "".join(f" {cell:>{size}}" for cell, size in zip(cells, columns, strict=True))
-    return mark + _cell(shown.name or "-", widths[0]) + _cell(text, widths[1]) + f"{output:>14}" + numbers
-
-
-def _both_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    return f"{'×'.join(map(str, one))} | {'×'.join(map(str, other))}"
+    outputs = ["×".join(map(str, layer.output[1:])) if layer else "-" for layer in (a, b)]
+    if outputs[0] == outputs[1]:
+        outputs[1] = "="
+    numbers = [f"{layer.kept_bytes / 2**20:.2f}" if layer else "-" for layer in (a, b) if columns.memory]
+    numbers += [f"{1000 * layer.seconds:.2f}" if layer else "-" for layer in (a, b)]
+    return (
+        mark
+        + _cell(shown.name or "-", columns.name)
+        + _cell(text or layer_text(shown), columns.text)
+        + "".join(f"{output:>{columns.output}}" for output in outputs)
+        + "".join(f"{number:>{columns.number}}" for number in numbers)
+    )
 
 
 def _cell(text: str, width: int) -> str:

@@ -82,15 +82,15 @@ class _View:
         source = layers[number].sources[0] if layers[number].sources else IMAGE
         if source == IMAGE:
             return "at the beginning"
-        return f"after {self._stem(side, number)}{self.both(side, source)}"
+        label = self.both(side, source)
+        return f"after the stem (after {label})" if self._follows_stem(side, number) else f"after {label}"
 
-    def _stem(self, side: str, number: int) -> str:
-        """`the stem, ` for what lies between the stem and the first layer with weights of the next stage."""
+    def _follows_stem(self, side: str, number: int) -> bool:
+        """Whether a layer lies between the stem and the first layer with weights of the next stage."""
         ends = [place for place, stage in enumerate(self.stages) if stage == "stem"]
         if side == "B" or not ends or number <= ends[-1]:
-            return ""
-        between = self.a[ends[-1] + 1 : number + 1]
-        return "" if any(layer.parameters for layer in between) else "the stem, "
+            return False
+        return not any(layer.parameters for layer in self.a[ends[-1] + 1 : number + 1])
 
 
 def find_structure(a: Layers, b: Layers, found: Differences, stages: Sequence[str]) -> list[Finding]:
@@ -112,10 +112,10 @@ def layer_text(layer: Layer) -> str:
     plain = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
     for key, usual in plain.items():
         value = own.get(key)
-        if key == "padding" and "kernel" in own and "in" in own:
-            continue  # a convolution's is what keeps the size, or listed as a difference
+        if key == "padding" and "kernel" in own:
+            continue  # it keeps the size, or is listed as a difference
         if value is not None and set(value if isinstance(value, tuple) else (value,)) != {usual}:
-            parts.append(f"{key} {size_text(value)}")
+            parts.append(f"{key} {_value_text(key, value)}")
     if "rate" in own:
         parts[0] += f" {own['rate']:g}"
     if "by" in own:
@@ -321,7 +321,8 @@ def _widths(view: _View, changed: list[Changed]) -> Iterator[Finding]:
     for each in wide:
         before, after = each.settings["out"]
         if each.a == head:
-            text = f"the classifier has {counted(after, 'output')} in B and {before:,} in A ({view.both('A', each.a)})"
+            name = view.both("A", each.a)
+            text = f"the classifier has {counted(after, 'output')} in B and {before:,} in A ({name})"
             yield Finding("head", text, (each.a,))
     inner = [each for each in wide if each.a != head]
     if inner:

@@ -53,7 +53,7 @@ class Values:
     evaluation: float
     """The same in evaluation mode."""
     layer: int | None
-    """The first layer of A whose output differs from that of its partner."""
+    """The first layer of A whose output differs from that of its partner, in shape or in values."""
     gradient: str
     """The parameter of A, nearest to the output, whose gradient differs."""
 
@@ -263,8 +263,8 @@ def _values(
         apart = (
             i
             for i, j in found.partners.items()
-            if ones[i].output[1:] == others[j].output[1:]
-            and relative(mine.values[i], theirs.values[j]) > tolerance
+            if ones[i].output[1:] != others[j].output[1:]
+            or relative(mine.values[i], theirs.values[j]) > tolerance
         )
         first = next(apart, None)
     gradient = ""
