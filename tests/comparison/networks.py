@@ -106,13 +106,19 @@ class Plain(nn.Module):
             layers.append(nn.Conv2d(before, wide, 3, padding=1, bias=bias, padding_mode=padding_mode))
             layers += [nn.BatchNorm2d(wide)] if norm else []
             layers += [nn.ReLU(in_place)] if act else []
-            layers += [nn.Conv2d(wide, wide, 3, padding=1, bias=bias), nn.ReLU(in_place)] if extra and number == 1 else []
+            layers += (
+                [nn.Conv2d(wide, wide, 3, padding=1, bias=bias), nn.ReLU(in_place)]
+                if extra and number == 1
+                else []
+            )
             layers.append(nn.AvgPool2d(2) if average else nn.MaxPool2d(2))
             before = wide
         self.features = nn.Sequential(*layers)
         hidden = nn.Linear(before * 16, before * 16)
         second = hidden if shared else nn.Linear(before * 16, before * 16)
-        self.top = nn.Sequential(hidden, nn.ReLU(), nn.Dropout(drop), second, nn.ReLU(), nn.Linear(before * 16, num_classes))
+        self.top = nn.Sequential(
+            hidden, nn.ReLU(), nn.Dropout(drop), second, nn.ReLU(), nn.Linear(before * 16, num_classes)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.top(self.features(x).flatten(1))
@@ -139,7 +145,12 @@ class Inverted(nn.Module):
 
 class Mobile(nn.Module):
     def __init__(
-        self, num_classes: int = 10, grow: int = 2, depthwise: bool = True, linear: bool = True, stem_stride: int = 2
+        self,
+        num_classes: int = 10,
+        grow: int = 2,
+        depthwise: bool = True,
+        linear: bool = True,
+        stem_stride: int = 2,
     ) -> None:
         super().__init__()
         self.stem, self.stem_norm = Conv(3, 8, 3, stem_stride, 1), nn.BatchNorm2d(8)
@@ -207,8 +218,14 @@ class Vision(nn.Module):
         self.patch = nn.Conv2d(3, wide, 8, 8)
         self.token = nn.Parameter(torch.randn(1, 1, wide) * 0.02)
         self.position = nn.Parameter(torch.randn(1, 17, wide) * 0.02) if position else None
-        self.body = nn.Sequential(*(Block(wide, heads, **{**how, **(special or {}).get(n, {})}) for n in range(depth)))
-        self.norm, self.out, self.pool = nn.LayerNorm(wide, eps=how.get("eps", 1e-6)), nn.Linear(wide, num_classes), pool
+        self.body = nn.Sequential(
+            *(Block(wide, heads, **{**how, **(special or {}).get(n, {})}) for n in range(depth))
+        )
+        self.norm, self.out, self.pool = (
+            nn.LayerNorm(wide, eps=how.get("eps", 1e-6)),
+            nn.Linear(wide, num_classes),
+            pool,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patch(x).flatten(2).transpose(1, 2)

@@ -143,8 +143,9 @@ def _tensors(a: Side | Foreign, b: Side | Foreign) -> int:
 def _networks(options: Options, a: Side, b: Side, size: int) -> int:
     import torch
 
-    from drumline.comparison.describe import judge, table_lines, totals_lines, verdict_lines
+    from drumline.comparison.describe import judge, verdict_lines
     from drumline.comparison.measure import measure
+    from drumline.comparison.table import table_lines, totals_lines
     from drumline.core.progress import progress
     from drumline.parallel.process_group import pick_device, resolve_device_type
 

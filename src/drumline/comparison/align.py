@@ -16,17 +16,17 @@ _OPEN, _EXTEND = -2.0, -0.5
 _NEVER = float("-inf")
 
 
-def flow_order(sources: Sequence[Sequence[int]]) -> list[int]:
+def flow_order(sources: Sequence[Sequence[int]], last: int) -> tuple[list[int], list[int], set[int]]:
     """The positions of layers that are given in the order of their calls, sorted by the flow of values alone: before
-    a layer come those that it reads, the longest chain first. Layers that lead nowhere come last. Sources below 0 are
-    not layers."""
+    a layer come those that it reads, the longest chain first. Layers that `last` does not depend on come at the end.
+    Also the depth of each layer, and which of them are used. Sources below 0 are not layers."""
     depth: list[int] = []
     for number, read in enumerate(sources):
         depth.append(1 + max((depth[source] for source in read if 0 <= source < number), default=0))
     order: list[int] = []
     seen: set[int] = set()
-    ends = ([len(sources) - 1] if sources else []) + list(range(len(sources)))
-    for end in ends:
+    used: set[int] = set()
+    for end in [last, *range(len(sources))] if sources else []:
         waiting = [(end, False)]
         while waiting:
             number, ready = waiting.pop()
@@ -35,11 +35,10 @@ def flow_order(sources: Sequence[Sequence[int]]) -> list[int]:
             elif number not in seen:
                 seen.add(number)
                 waiting.append((number, True))
-                inputs = sorted(
-                    {each for each in sources[number] if 0 <= each < number}, key=lambda n: (depth[n], -n)
-                )
-                waiting += [(each, False) for each in inputs]
-    return order
+                inner = {each for each in sources[number] if 0 <= each < number}
+                waiting += [(each, False) for each in sorted(inner, key=lambda each: (depth[each], -each))]
+        used = used or set(seen)
+    return order, depth, used
 
 
 def align(

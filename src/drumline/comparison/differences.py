@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any
 
 from drumline.comparison.align import Pair, align, slide
+from drumline.comparison.layers import IMAGE, Layer
 from drumline.comparison.operators import MASK, family
-from drumline.comparison.walk import IMAGE, Layer
 
 Layers = Sequence[Layer]
 Changes = Mapping[str, tuple[Any, Any]]
@@ -176,7 +176,7 @@ def _gaps(pairs: Sequence[Pair]) -> list[Gap]:
 
 
 def _wiring(a: Layers, b: Layers, pairs: Sequence[Pair]) -> list[Wiring]:
-    """Partners whose sources are not partners. A layer without a partner is transparent: its first source counts."""
+    """Partners whose sources are not partners. A layer without a partner counts as its deepest source."""
     partner = {i: j for i, j in pairs if i is not None and j is not None}
     known = set(partner.values())
     found = []
@@ -192,7 +192,8 @@ def _origins(layers: Layers, number: int, known: set[int]) -> tuple[int, ...]:
     origins = []
     for source in layers[number].sources:
         while source != IMAGE and source not in known:
-            source = layers[source].sources[0] if layers[source].sources else IMAGE
+            inner = [each for each in layers[source].sources if each != IMAGE]
+            source = max(inner, key=lambda each: layers[each].depth, default=IMAGE)
         origins.append(source)
     return tuple(dict.fromkeys(origins))
 

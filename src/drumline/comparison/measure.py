@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.comparison.differences import Differences, find_differences
-from drumline.comparison.walk import Layer, Walk, walk
+from drumline.comparison.layers import Layer, Walk
+from drumline.comparison.walk import walk
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.models.find_taps import find_taps, first_tensor
@@ -117,8 +118,12 @@ class Measured:
     same_order: bool
     """Whether they have the same shapes in the order in which the models list them."""
     same_names: bool
-    ratio: float
-    """The time of a step of B over that of A: the median of the rounds."""
+    ratios: tuple[float, ...]
+    """The time of a step of B over that of A, in each round."""
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
 
 
 def measure(a: Side, b: Side, images: Tensor, progress: Progress = iter) -> Measured:
@@ -146,7 +151,7 @@ def measure(a: Side, b: Side, images: Tensor, progress: Progress = iter) -> Meas
         layers[0], layers[1], found, _stages(a.model, layers[0], images), values, drawn, weights,
         (totals[0], totals[1]), list(_used(layers[0]).values()) == list(_used(layers[1]).values()),
         [shape for _, shape in states[0]] == [shape for _, shape in states[1]], states[0] == states[1],
-        median(theirs / ours for ours, theirs in steps),
+        tuple(theirs / ours for ours, theirs in steps),
     )  # fmt: skip
 
 

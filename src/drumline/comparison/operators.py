@@ -54,7 +54,7 @@ NORMS = {
 }
 _CONVOLUTION, _TRANSPOSED = "convolution", "transposed convolution"
 _POOLS = {"max_pool": "max-pool", "avg_pool": "average pool", "lp_pool": "Lp-pool"}
-GLOBAL_POOL = "global average pool"
+GLOBAL_POOL, _GLOBAL_MAX = "global average pool", "global max-pool"
 MASK = "stochastic depth"
 ADDITION = "addition"
 _ARITHMETIC = {
@@ -85,7 +85,9 @@ _OTHERS = {
 _FAMILIES = {
     **dict.fromkeys(ACTIVATIONS.values(), "activation"),
     **dict.fromkeys(NORMS.values(), "norm"),
-    **dict.fromkeys((*_POOLS.values(), GLOBAL_POOL, "adaptive average pool", "adaptive max-pool"), "pool"),
+    **dict.fromkeys(
+        (*_POOLS.values(), GLOBAL_POOL, _GLOBAL_MAX, "adaptive average pool", "adaptive max-pool"), "pool"
+    ),
     **dict.fromkeys((_CONVOLUTION, _TRANSPOSED), "convolution"),
 }
 
@@ -126,6 +128,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "avg_pool": ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"),
     "adaptive": ("input", "output_size"),
     "mean": ("input", "dim", "keepdim"),
+    "amax": ("input", "dim", "keepdim"),
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
@@ -174,7 +177,7 @@ def read_operator(
         return Operator("dropout", {"rate": rate}, bool(given.get("inplace"))) if on else None
     if bare in NORMS:
         return Operator(NORMS[bare], _norm(bare, given))
-    if "pool" in bare or (bare == "mean" and len(shape) == 4):
+    if "pool" in bare or bare in ("mean", "amax"):
         return _pool(bare, given, shape, tuple(output.shape))
     if bare in ACTIVATIONS:
         if bare == "hardtanh" and (given.get("min_val"), given.get("max_val")) == (0, 6):
@@ -245,11 +248,18 @@ def _pool(
     bare: str, given: Mapping[str, Any], shape: tuple[int, ...], output: tuple[int, ...]
 ) -> Operator | None:
     size, after = shape[2:], output[2:]
-    if bare == "mean":
-        axes = given.get("dim")
-        chosen = tuple(sorted(axis % 4 for axis in axes)) if isinstance(axes, list | tuple) else axes
-        whole = chosen in ((2, 3), (1, 2))  # channels first or last
-        return Operator(GLOBAL_POOL) if whole else Operator("mean", {"over": chosen})
+    if bare in ("mean", "amax"):
+        axes, rank = given.get("dim"), len(shape)
+        chosen = tuple(
+            sorted(
+                axis % rank
+                for axis in (axes if isinstance(axes, list | tuple) else (axes,))
+                if axis is not None
+            )
+        )
+        if rank == 4 and chosen in ((2, 3), (1, 2)):  # channels first or last
+            return Operator(GLOBAL_POOL if bare == "mean" else _GLOBAL_MAX)
+        return Operator("mean" if bare == "mean" else "maximum", {"over": chosen})
     maximum = "max" in bare
     if bare.startswith("adaptive"):
         if size == after:
@@ -262,8 +272,8 @@ def _pool(
         kernel = _each(given.get("kernel_size", 1), size)
         stride = _each(given.get("stride") or kernel, size)
         padding = _each(given.get("padding", 0), size)
-    if not maximum and prod(after) == 1 and kernel == size and not any(padding):
-        return Operator(GLOBAL_POOL)
+    if prod(after) == 1 and kernel == size and not any(padding):
+        return Operator(_GLOBAL_MAX if maximum else GLOBAL_POOL)
     settings: Settings = {"kernel": kernel, "stride": stride, "padding": padding}
     if given.get("ceil_mode"):
         settings["ceil_mode"] = True

@@ -9,9 +9,9 @@ Rejects images that the model cannot take.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,67 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 
 from drumline.comparison.align import flow_order
+from drumline.comparison.layers import IMAGE, Layer, Walk
 from drumline.comparison.operators import DROPOUTS, FRESH, MASK, VIEWS, Operator, plain_name, read_operator
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
 from drumline.models.find_taps import first_tensor
 
-IMAGE = -1
-"""The source of a layer that reads the images."""
 SAMPLES = 4096
 """How many values of each output are compared."""
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One row of the table."""
-
-    kind: str
-    name: str
-    """The innermost module that called it. Names of modules are unique, those of layers are not."""
-    settings: Mapping[str, Any]
-    output: tuple[int, ...]
-    """Shape, with the batch."""
-    sources: tuple[int, ...]
-    """The layers whose outputs it reads, or `IMAGE`."""
-    parameters: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    statistics: tuple[str, ...] = ()
-    """Buffers that it reads."""
-    in_place: bool = False
-    flops: int = 0
-    """Of the forward."""
-    kept_bytes: int = 0
-    """What autograd keeps for the backward, except for what an earlier layer keeps already."""
-    seconds: float = 0.0
-    """Forward and backward."""
-
-    @property
-    def block(self) -> str:
-        """The module around its innermost one."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def weights(self) -> int:
-        """How many parameters it reads."""
-        total = 0
-        for shape in self.shapes:
-            count = 1
-            for side in shape:
-                count *= side
-            total += count
-        return total
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The layers of one step."""
-
-    layers: tuple[Layer, ...]
-    values: tuple[Tensor, ...] = ()
-    """Samples of each layer's output, if they were asked for."""
-    output: Tensor | None = None
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,7 +63,7 @@ def walk(model: nn.Module, images: Tensor, values: bool = False, cost: bool = Fa
         )
     rows = recorder.rows
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    order = flow_order([row.sources for row in rows])
+    order, depth, used = flow_order([row.sources for row in rows], recorder.last)
     place = {old: new for new, old in enumerate(order)} | {IMAGE: IMAGE}
     layers = tuple(
         Layer(
@@ -129,11 +76,14 @@ def walk(model: nn.Module, images: Tensor, values: bool = False, cost: bool = Fa
             shapes=tuple(shapes[name] for name in row.parameters),
             statistics=row.statistics,
             in_place=row.operator.in_place,
+            depth=depth[number],
+            used=number in used,
             flops=row.flops,
             kept_bytes=row.kept_bytes,
             seconds=row.forward_s + row.backward_s,
         )
-        for row in (rows[number] for number in order)
+        for number in order
+        for row in [rows[number]]
     )
     kept = [rows[number].value for number in order] if values else []
     return Walk(layers, tuple(each for each in kept if each is not None), recorder.output, gradients)
@@ -146,6 +96,8 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.rows: list[_Row] = []
         self.output: Tensor | None = None
+        self.last = -1
+        """The layer that made the output."""
         self._model, self._images, self._values = model, images, values
         self._timed = not values and not cost
         self._source: dict[int, int] = {_storage(images): IMAGE}
@@ -191,6 +143,7 @@ class _Recorder(TorchFunctionMode):
                 "compare models that return logits",
             )
         self.output = output.detach().double().cpu()
+        self.last = self._source.get(_storage(output), len(self.rows) - 1)
         generator = torch.Generator().manual_seed(1)
         weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(
             output.device, output.dtype
