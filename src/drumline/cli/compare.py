@@ -68,8 +68,9 @@ COMMAND = Command(
         recipe and set-up; loss and top-1 of both; and, if both have a later checkpoint, how far
         apart they are. With --models, the models that they trained are compared instead.
 
-        If stdout is not a terminal, its last line is JSON. Exit code 0: equal. 1: different.
-        2: not comparable, for example a damaged file.
+        If stdout is not a terminal, its last line is JSON.
+
+        Exit code 0: equal. 1: different. 2: not comparable, for example a damaged file.
     """,
     options=Options,
     examples="""
@@ -133,7 +134,7 @@ def _tensors(a: Side | Foreign, b: Side | Foreign) -> int:
         a, b = b, a
     found = compare_tensors(tensors_of(a), tensors_of(b), values=files)
     fitting = [] if found.equal or not isinstance(b, Foreign) else fitting_models(b.label)
-    lines = [f"A: {a.label}", f"B: {b.label}", *tensor_lines(found, a.label, b.label, fitting)]
+    lines = [f"A: {a.label}", f"B: {b.label}", *tensor_lines(found, fitting)]
     for line in lines:
         print(wrapped(message(line), _width()))
     print_result({"equal": found.equal, "a": a.label, "b": b.label, **asdict(found), "fits": fitting})

@@ -24,6 +24,8 @@ from drumline.models.find_taps import find_taps, first_tensor
 
 ROUNDS = 5
 """Timed steps of each model, after one warm-up step."""
+LEAST_ROUNDS, ENOUGH_S = 3, 60.0
+"""After this many seconds, so many rounds are enough."""
 LAYER_ROUNDS = 3
 TOLERANCE = 1e-6
 """The largest relative difference of equal values in fp64."""
@@ -324,7 +326,10 @@ def _times(
     """The seconds of a step in each round, for both models; and for each model the median seconds of its layers."""
     steps: list[tuple[float, float]] = []
     layers: list[list[list[float]]] = [[], []]
+    begun = time.monotonic()
     for number in progress(range(1 + LAYER_ROUNDS + ROUNDS)):
+        if len(steps) >= LEAST_ROUNDS and time.monotonic() - begun > ENOUGH_S:
+            break
         if 1 <= number <= LAYER_ROUNDS:
             for table, model in zip(layers, (a, b), strict=True):
                 table.append([layer.seconds for layer in walk(model, images).layers])

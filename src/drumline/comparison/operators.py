@@ -262,6 +262,8 @@ def _pool(
         return Operator("mean" if bare == "mean" else "maximum", {"over": chosen})
     maximum = "max" in bare
     if bare.startswith("adaptive"):
+        if prod(after) == 1:
+            return Operator(_GLOBAL_MAX if maximum else GLOBAL_POOL)
         if size == after:
             return None
         if any(full % part for full, part in zip(size, after, strict=True)):

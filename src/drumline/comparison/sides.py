@@ -37,6 +37,10 @@ def kind_of(argument: str) -> Kind:
     path = Path(argument)
     if path.is_dir():
         return "folder"
+    if path.exists() and not path.suffix:
+        raise UserError(
+            f"{argument} is a file without weights", "give a run folder, a checkpoint or a weights file"
+        )
     if path.exists():
         return "weights"
     if "/" in argument or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):

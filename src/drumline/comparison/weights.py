@@ -69,7 +69,7 @@ def compare_tensors(
     )
 
 
-def tensor_lines(found: TensorComparison, a: str, b: str, fitting: Sequence[str] = ()) -> list[str]:
+def tensor_lines(found: TensorComparison, fitting: Sequence[str] = ()) -> list[str]:
     """The result in words. `fitting`: built-in models that B fits."""
     if found.equal:
         return [f"equal: B fits A: {counted(found.total, 'tensor')} with the same names and shapes"]

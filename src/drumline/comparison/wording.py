@@ -60,8 +60,7 @@ class View:
         source = layers[number].sources[0] if layers[number].sources else IMAGE
         if source == IMAGE:
             return "at the beginning"
-        label = self.both(side, source)
-        return f"after the stem (after {label})" if self._follows_stem(side, number) else f"after {label}"
+        return "after the stem" if self._follows_stem(side, number) else f"after {self.both(side, source)}"
 
     def _follows_stem(self, side: str, number: int) -> bool:
         """Whether a layer lies between the stem and the first layer with weights of the next stage."""
