@@ -183,6 +183,27 @@ def test_trained_weights_are_compared_and_not_overwritten() -> None:
     assert verdict.equal
 
 
+class Dictionary(Plain):
+    """Returns a dictionary, as many libraries do."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(x)}
+
+
+def test_a_model_may_return_a_dictionary() -> None:
+    assert compared(Plain, Dictionary)[1].equal
+
+
+def test_random_masks_of_different_rates_are_one_finding() -> None:
+    rates = {n: {"drop_path": 0.1 * n} for n in (1, 2)}
+    _, verdict = compared(Vision, partial(Vision, special=rates))
+    assert len(verdict.findings) == 1
+    assert (
+        "the outputs and gradients are equal, but B has an extra stochastic depth 0.1 to 0.2"
+        in verdict.sentence
+    )
+
+
 def test_models_are_left_as_they_were() -> None:
     model = Residual().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -77,8 +77,8 @@ COMMAND = Command(
   drumline compare resnet50 timm/resnet50
   drumline compare resnet50 mynets:build --size 160 --classes 10
   drumline compare mynets:build downloaded.pth
-  drumline compare runs/photos-1 runs/photos-2
-  drumline compare runs/photos-1 runs/photos-2 --models --all
+  drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2
+  drumline compare runs/photos-resnet50-1 runs/photos-resnet50-2 --models --all
 """,
 )
 

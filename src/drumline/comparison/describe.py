@@ -58,6 +58,8 @@ def judge(measured: Measured) -> Verdict:
         return Verdict(True, sentence, (), tuple(notes))
     notes.append(_unchanged(measured, structure))
     sentence = "; ".join(each.text for each in findings[:2])
+    if equal_values and all(each.hidden for each in findings):
+        sentence = f"with equal weights the outputs and gradients are equal, but {sentence}"
     if len(findings) > 2:
         sentence += f"; and {counted(len(findings) - 2, 'more difference')}"
     if costs := _consequences(measured):
@@ -67,9 +69,9 @@ def judge(measured: Measured) -> Verdict:
 
 def _value_findings(measured: Measured, visible: bool) -> Iterator[Finding]:
     values = measured.values
+    if values.equal or visible:
+        return
     if values.layer is not None:
-        if visible:
-            return
         i = values.layer
         mine, theirs = measured.a[i], measured.b[measured.differences.partners[i]]
         names = mine.name or "the model"
@@ -85,17 +87,17 @@ def _value_findings(measured: Measured, visible: bool) -> Iterator[Finding]:
             f"{names}:{why}",
             (i,),
         )
-    elif values.gradient and not visible:
+    elif values.gradient:
         yield Finding(
             "gradients",
             f"with equal weights the outputs are equal, but the gradients first differ at {values.gradient}: look "
             "for detach(), no_grad() or requires_grad between it and the output",
         )
-    elif values.evaluation > values.tolerance >= values.output and not visible:
+    elif values.evaluation > values.tolerance >= values.output:
         yield Finding(
             "evaluation", "with equal weights the outputs are equal in training, but not in evaluation mode"
         )
-    elif values.output > values.tolerance and not visible:
+    elif values.output > values.tolerance:
         yield Finding("values", "the layers are the same, but with equal weights the outputs differ: in what happens "
                       "behind the last layer, or in a shape")  # fmt: skip
 

@@ -20,8 +20,8 @@ from drumline.comparison.differences import (
     Wiring,
     common_block,
 )
-from drumline.comparison.layers import IMAGE
-from drumline.comparison.operators import ADDITION
+from drumline.comparison.layers import IMAGE, Layer
+from drumline.comparison.operators import ADDITION, MASK
 from drumline.comparison.wording import View, layer_text, listed, series_text, size_text, value_text
 from drumline.core.text import counted
 
@@ -52,7 +52,9 @@ def find_structure(a: Layers, b: Layers, found: Differences, stages: Sequence[st
 def _gap_findings(view: View, gaps: Iterable[Gap]) -> Iterator[Finding]:
     groups: dict[tuple[Any, ...], list[Gap]] = {}
     for gap in gaps:
-        key = tuple(tuple(layer_text(view.layers(side)[n]) for n in numbers) for side, numbers in _sides(gap))
+        key = tuple(
+            tuple(_without_rate(view.layers(side)[n]) for n in numbers) for side, numbers in _sides(gap)
+        )
         groups.setdefault(key, []).append(gap)
     for same in groups.values():
         first = same[0]
@@ -60,6 +62,17 @@ def _gap_findings(view: View, gaps: Iterable[Gap]) -> Iterator[Finding]:
             yield _replaced(view, same)
         else:
             yield _missing(view, "A" if first.a else "B", same)
+
+
+def _without_rate(layer: Layer) -> str:
+    """Stochastic depth grows from block to block, and is one difference nevertheless."""
+    return layer.kind if layer.kind == MASK else layer_text(layer)
+
+
+def _rates(rows: Sequence[Layer]) -> str:
+    """`0.1`, or `0.01 to 0.1`."""
+    rates = sorted({float(row.settings["rate"]) for row in rows})
+    return f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
 
 
 def _sides(gap: Gap) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
@@ -88,7 +101,10 @@ def _missing(view: View, side: str, same: Sequence[Gap]) -> Finding:
     if len(rows) > 4 and any(row.parameters for row in rows):
         return Finding("block", _block_text(view, side, numbers), shown)
     after = ", so no gradient flows through it" if rows[0].kind == "detach" and side == "B" else ""
-    text = f"{lacks} {series_text(rows)} {_places(view, side, starts)}{after}"
+    what = series_text(rows)
+    if rows[0].kind == MASK and len(rows) == 1:
+        what = f"{MASK} {_rates([layers[start] for start in starts])}"
+    text = f"{lacks} {what} {_places(view, side, starts)}{after}"
     return Finding(_code(rows[0].kind), text, shown, all(row.kind in HIDDEN_KINDS for row in rows))
 
 
@@ -281,13 +297,18 @@ def _changes(view: View, changed: Sequence[Changed]) -> Iterator[Finding]:
     groups: dict[tuple[Any, ...], list[Changed]] = {}
     for each in changed:
         kind = view.a[each.a].kind
-        settings = {
-            key: _named_groups(view, each) if key == "groups" else value
+        items = tuple(
+            (key, _named_groups(view, each) if key == "groups" else value)
             for key, value in each.settings.items()
-        }
-        groups.setdefault((kind, *settings.items()), []).append(each)
+        )
+        if kind == MASK and set(each.settings) == {"rate"}:
+            items = (("rate", ()),)
+        groups.setdefault((kind, *items), []).append(each)
     for (kind, *values), same in groups.items():
-        settings = dict(values)
+        settings: dict[str, Any] = dict(values)
+        if settings == {"rate": ()}:
+            rows = [view.a[each.a] for each in same], [view.b[each.b] for each in same]
+            settings = {"rate": (_rates(rows[0]), _rates(rows[1]))}
         total = sum(layer.kind == kind for layer in view.a)
         names = [view.both("A", each.a) for each in same]
         shown = tuple(each.a for each in same)

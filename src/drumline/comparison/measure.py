@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from drumline.comparison.differences import Differences, find_differences
 from drumline.comparison.layers import Layer, Walk
-from drumline.comparison.walk import walk
+from drumline.comparison.walk import returned, walk
 from drumline.core.arithmetic import leave_no_trace
 from drumline.core.errors import UserError
-from drumline.models.find_taps import find_taps, first_tensor
+from drumline.models.find_taps import find_taps
 
 ROUNDS = 5
 """Timed steps of each model, after one warm-up step."""
@@ -270,8 +270,7 @@ def _values(
         apart = (
             i
             for i, j in found.partners.items()
-            if ones[i].output[1:] != others[j].output[1:]
-            or relative(mine.values[i], theirs.values[j]) > tolerance
+            if _differ(ones[i], others[j], mine.values[i], theirs.values[j], tolerance)
         )
         first = next(apart, None)
     gradient = ""
@@ -290,6 +289,14 @@ def _values(
     )
 
 
+def _differ(a: Layer, b: Layer, one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether partners differ in size or in values. The values of transposed outputs cannot be compared."""
+    shapes = [[side for side in layer.output[1:] if side > 1] for layer in (a, b)]
+    if shapes[0] == shapes[1]:
+        return relative(one, other) > tolerance
+    return sorted(shapes[0]) != sorted(shapes[1])
+
+
 def _both(
     models: tuple[nn.Module, nn.Module], images: Tensor, dtype: torch.dtype
 ) -> tuple[list[Walk], tuple[Tensor, Tensor]]:
@@ -300,7 +307,7 @@ def _both(
     for model in models:
         with leave_no_trace(model), torch.no_grad():
             torch.manual_seed(0)
-            out = first_tensor(model.eval()(images.to(dtype)))
+            out = returned(model.eval()(images.to(dtype)))
             assert out is not None
             outputs.append(out.double().cpu())
     return walks, (outputs[0], outputs[1])
@@ -345,15 +352,11 @@ def _step(model: nn.Module, images: Tensor) -> float:
         model.train()
         _wait(images)
         before = time.perf_counter()
-        output = first_tensor(_first(model(images)))
+        output = returned(model(images))
         assert output is not None
         output.sum().backward()
         _wait(images)
         return time.perf_counter() - before
-
-
-def _first(found: object) -> object:
-    return tuple(found.values()) if isinstance(found, Mapping) else found
 
 
 def _wait(images: Tensor) -> None:

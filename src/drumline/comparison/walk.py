@@ -89,6 +89,11 @@ def walk(model: nn.Module, images: Tensor, values: bool = False, cost: bool = Fa
     return Walk(layers, tuple(each for each in kept if each is not None), recorder.output, gradients)
 
 
+def returned(found: object) -> Tensor | None:
+    """The logits in what a model returns: the first tensor, also of a dictionary."""
+    return first_tensor(tuple(found.values()) if isinstance(found, dict) else found)
+
+
 class _Recorder(TorchFunctionMode):
     """Sees every call of torch that the model's own code makes, above autograd and autocast."""
 
@@ -136,7 +141,7 @@ class _Recorder(TorchFunctionMode):
                     f"{type(self._model).__name__} cannot take images of {shape}: {type(error).__name__}: {reason}",
                     "use a different --size or --batch, or --classes for its factory",
                 ) from error
-        output = first_tensor(tuple(found.values()) if isinstance(found, dict) else found)
+        output = returned(found)
         if output is None or not output.requires_grad:
             raise UserError(
                 f"{type(self._model).__name__} returned no tensor that depends on its parameters",
@@ -169,7 +174,7 @@ class _Recorder(TorchFunctionMode):
         result = self._call(func, name, args, kwargs)
         seconds = time.perf_counter() - before
         out = result if isinstance(result, Tensor) else first_tensor(result)
-        if out is None or name == "__get__" or not out.is_floating_point():
+        if out is None or name == "__get__":
             return result
         sources = tuple(
             dict.fromkeys(self._source[key] for key in map(_storage, given) if key in self._source)
@@ -179,7 +184,9 @@ class _Recorder(TorchFunctionMode):
         )
         masks = [self._masks[key] for key in map(_storage, given) if key in self._masks]
         bare = plain_name(name)
-        if name == "bernoulli_":
+        if not out.is_floating_point():  # a mask, an index
+            self._pass_on(result, sources, named)
+        elif name == "bernoulli_":
             self._masks[_storage(out)] = float(
                 next((each for each in args[1:] if isinstance(each, float)), 0.5)
             )
