@@ -297,7 +297,7 @@ def _changes(view: View, changed: Sequence[Changed]) -> Iterator[Finding]:
     groups: dict[tuple[Any, ...], list[Changed]] = {}
     for each in changed:
         kind = view.a[each.a].kind
-        items = tuple(
+        items: tuple[Any, ...] = tuple(
             (key, _named_groups(view, each) if key == "groups" else value)
             for key, value in each.settings.items()
         )

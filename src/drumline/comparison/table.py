@@ -163,7 +163,7 @@ def _line(mark: str, a: Layer | None, b: Layer | None, columns: _Columns, text: 
     return (
         mark
         + _cell(shown.name or "-", columns.name)
-        + _cell(text or layer_text(shown), columns.text)
+        + _cell((text or layer_text(shown)).replace("convolution", "conv"), columns.text)
         + "".join(f"{output:>{columns.output}}" for output in outputs)
         + "".join(f"{number:>{columns.number}}" for number in numbers)
     )
