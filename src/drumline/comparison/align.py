@@ -7,7 +7,6 @@ as whole as the scores allow (Needleman and Wunsch, with Gotoh's affine gaps). E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 Pair = tuple[int | None, int | None]
@@ -139,9 +138,3 @@ def _slides(
         first, last = first + 1, last + 1
         found.append((now[first:last], now))
     return found
-
-
-def in_order(pairs: Sequence[Pair]) -> bool:
-    """Whether the pairs keep the order of both sequences."""
-    sides = ([pair[side] for pair in pairs if pair[side] is not None] for side in (0, 1))
-    return all(a < b for each in sides for a, b in pairwise(each))  # type: ignore[operator]

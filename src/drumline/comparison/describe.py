@@ -153,7 +153,6 @@ def _drawn(measured: Measured) -> Iterator[str]:
 def _unchanged(measured: Measured, structure: Sequence[Finding]) -> str:
     """What does not differ, as far as the networks have it."""
     codes = {finding.code for finding in structure}
-    gone = {code for code in codes if code in ("block", "replaced")}
     partners = measured.differences
     touched = {measured.a[i].kind for gap in partners.gaps for i in gap.a}
     touched |= {measured.b[j].kind for gap in partners.gaps for j in gap.b}
@@ -178,7 +177,10 @@ def _unchanged(measured: Measured, structure: Sequence[Finding]) -> str:
     ):
         if kinds & members and not touched & members:
             same.append(title)
-    if not gone and not codes & {"head", "width"} and measured.a[-1].settings == measured.b[-1].settings:
+    if (
+        not codes & {"head", "width", "block", "replaced"}
+        and measured.a[-1].settings == measured.b[-1].settings
+    ):
         same.append("the classifier")
     return f"no difference in {', '.join(same)}" if same else ""
 

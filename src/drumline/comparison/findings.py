@@ -341,18 +341,13 @@ def _named_groups(view: View, each: Changed) -> tuple[Any, Any]:
 
 
 def _bias(view: View, kind: str, same: Sequence[Changed], where: str, shown: tuple[int, ...]) -> Finding:
-    in_b = bool(same[0].settings["bias"][1])
-    layers, number = (view.b, same[0].b) if in_b else (view.a, same[0].a)
-    side, other = ("B", "A") if in_b else ("A", "B")
+    side, other = ("B", "A") if same[0].settings["bias"][1] else ("A", "B")
+    layers = view.layers(side)
+    numbers = [each.b if side == "B" else each.a for each in same]
     normed = all(
-        any(layer.kind == "BatchNorm" and (each.b if in_b else each.a) in layer.sources for layer in layers)
-        for each in same
+        any(layer.kind == "BatchNorm" and number in layer.sources for layer in layers) for number in numbers
     )
-    size = sum(
-        (view.b[each.b] if in_b else view.a[each.a]).settings["out"]
-        for each in same
-        if "out" in layers[number].settings
-    )
+    size = sum(layers[number].settings.get("out", 0) for number in numbers)
     extra = ", although the BatchNorm behind it subtracts it again" if normed else ""
     count = f", {counted(size, 'parameter')}" if size else ""
     return Finding("bias", f"{kind} has a bias in {side} and none in {other}{extra} ({where}{count})", shown)
