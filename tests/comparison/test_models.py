@@ -183,6 +183,39 @@ def test_trained_weights_are_compared_and_not_overwritten() -> None:
     assert verdict.equal
 
 
+def switched_off(**how: Any) -> nn.Module:
+    """A network whose residual branches begin at zero."""
+    model = Residual(**how)
+    for unit in model.units:
+        nn.init.zeros_(unit.expand[1].weight)  # type: ignore[index, union-attr, arg-type]
+    return model
+
+
+def test_a_branch_that_starts_at_zero_does_not_hide_a_mistake() -> None:
+    _, verdict = compared(switched_off, partial(switched_off, **special(1, no_inner_act=True)))
+    assert verdict.sentence.startswith("B has no ReLU after units.1.work.1")
+
+
+class Frozen(Plain):
+    """One layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top[0].requires_grad_(False)
+
+
+class Doubled(Plain):
+    """Does something else in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.training else 2)
+
+
+def test_what_only_gradients_or_only_evaluation_show_is_found() -> None:
+    assert [each.code for each in compared(Plain, Frozen)[1].findings] == ["gradients"]
+    assert [each.code for each in compared(Plain, Doubled)[1].findings] == ["evaluation"]
+
+
 class Dictionary(Plain):
     """Returns a dictionary, as many libraries do."""
 

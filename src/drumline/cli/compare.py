@@ -169,7 +169,7 @@ def _networks(options: Options, a: Side, b: Side, size: int) -> int:
         table_lines(measured, verdict.findings, width, options.all),
         totals_lines(measured),
         [
-            f"a step: {options.batch} images of {size} x {size} on {device.type}; times: medians of alternating rounds"
+            f"a step: {options.batch} images of {size} x {size} on {device.type}; times: medians of alternate rounds"
         ],
     ]
     print("\n\n".join("\n".join(map(message, block)) for block in blocks if block))

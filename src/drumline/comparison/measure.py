@@ -246,6 +246,8 @@ def _values(
 ) -> Values:
     models = copy.deepcopy(a.model), copy.deepcopy(b.model)
     pairs = _partners(ones, others, found)
+    if not (a.trained or b.trained):
+        _enliven(models[0])
     if not (a.trained and b.trained):
         with torch.no_grad():
             for names, tables in (
@@ -287,6 +289,20 @@ def _values(
     return Values(
         len(pairs), tolerance, relative(mine.output, theirs.output), relative(*evaluated), first, gradient
     )
+
+
+@torch.no_grad()
+def _enliven(model: nn.Module) -> None:
+    """Adds noise to initial weights that would hide differences: a BatchNorm or layer scale that starts at zero
+    switches its branch off, and a bias of zero cannot be told from none."""
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.dim() <= 1 or float(parameter.float().pow(2).mean().sqrt()) < _FAINT:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise.to(parameter.device, parameter.dtype))
+
+
+_FAINT = 1e-3
 
 
 def _differ(a: Layer, b: Layer, one: Tensor, other: Tensor, tolerance: float) -> bool:
