@@ -196,6 +196,24 @@ def test_a_branch_that_starts_at_zero_does_not_hide_a_mistake() -> None:
     assert verdict.sentence.startswith("B has no ReLU after units.1.work.1")
 
 
+class Pointwise(Plain):
+    """Its last layer is a 1 x 1 convolution instead of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top[-1] = nn.Conv2d(256, 10, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.top[:-1](self.features(x).flatten(1))
+        return self.top[-1](hidden[:, :, None, None]).flatten(1)  # type: ignore[no-any-return]
+
+
+def test_a_pointwise_convolution_may_stand_for_a_linear_layer() -> None:
+    _, verdict = compared(Plain, Pointwise)
+    assert verdict.equal, verdict.sentence
+    assert any("convolution 1×1, 256→10 where A has linear, 256→10" in note for note in verdict.notes)
+
+
 class Frozen(Plain):
     """One layer is not trained."""
 

@@ -134,8 +134,8 @@ def _in_place(measured: Measured) -> Iterator[str]:
 def _names(measured: Measured) -> Iterator[str]:
     if measured.same_shapes and not measured.same_order:
         yield (
-            "the parameters are registered in a different order, so optimizer states and weights that are copied by "
-            "position do not fit"
+            "the parameters are registered in a different order or with sides of 1 in other places, so optimizer "
+            "states and weights that are copied by position do not fit"
         )
 
 

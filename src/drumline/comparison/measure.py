@@ -116,7 +116,7 @@ class Measured:
     """If both are trained."""
     totals: tuple[Totals, Totals]
     same_shapes: bool
-    """Whether the parameters have the same shapes in the order of their use."""
+    """Whether the parameters have the same shapes in the order of their use, up to sides of 1."""
     same_order: bool
     """Whether they have the same shapes in the order in which the models list them."""
     same_names: bool
@@ -189,8 +189,12 @@ def _stages(model: nn.Module, layers: Sequence[Layer], images: Tensor) -> tuple[
 
 
 def _used(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, in the order of their use."""
-    return dict(pair for layer in layers for pair in zip(layer.parameters, layer.shapes, strict=True))
+    """The shape of each parameter without sides of 1, in the order of their use."""
+    return {
+        name: tuple(side for side in shape if side > 1)
+        for layer in layers
+        for name, shape in zip(layer.parameters, layer.shapes, strict=True)
+    }
 
 
 def _partners(a: Sequence[Layer], b: Sequence[Layer], found: Differences) -> dict[str, str]:
@@ -233,7 +237,7 @@ def _weights(
 ) -> Weights:
     mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
     apart = {
-        one: relative(mine[one].detach().double(), theirs[other].detach().double())
+        one: relative(mine[one].detach().double().flatten(), theirs[other].detach().double().flatten())
         for one, other in _partners(ones, others, found).items()
     }
     largest = max(apart, key=lambda name: apart[name], default="")
@@ -258,8 +262,8 @@ def _values(
                     source, target = tables[0][one], tables[1][other]
                     if b.trained:
                         source, target = target, source
-                    if source.shape == target.shape:
-                        target.copy_(source)
+                    if source.numel() == target.numel():
+                        target.copy_(source.reshape(target.shape))
     try:
         walks = _both(models, images, torch.float64)
         tolerance = TOLERANCE
@@ -280,7 +284,9 @@ def _values(
         for one, other in reversed(list(pairs.items())):
             grads = mine.gradients.get(one), theirs.gradients.get(other)
             if (grads[0] is None) != (grads[1] is None) or (
-                grads[0] is not None and relative(grads[0], grads[1]) > 100 * tolerance
+                grads[0] is not None
+                and grads[1] is not None
+                and relative(grads[0].flatten(), grads[1].flatten()) > 100 * tolerance
             ):
                 gradient = one
                 break
