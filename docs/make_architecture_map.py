@@ -27,6 +27,7 @@ ORDER = [
     "training",
     "distillation",
     "inference",
+    "comparison",
     "launch",
     "cli",
 ]

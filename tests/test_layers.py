@@ -19,7 +19,7 @@ LAYERS = (
     ("diagnosis",),
     ("report",),
     ("training",),
-    ("distillation", "inference"),
+    ("distillation", "inference", "comparison"),
     ("launch",),
     ("cli",),
 )

@@ -102,7 +102,7 @@ MISTAKES = [
     (("pack", "a", "b", "--shard-mb"), ("--shard-mb: needs a value", "--shard-mb 1024")),
     (("pack", "a", "b", "--lo", "--shard-mb", "0"), ("--lo: pack has", "--shard-mb 0: too small")),
     (("doctor", "--everything"), ("--everything: doctor has no such option", "drumline doctor --help")),
-    (("compare", "a"), ("compare needs RUN_A and RUN_B, not only a",)),
+    (("compare", "a"), ("compare needs A and B, not only a",)),
     (("train", "model.name=resnet19"), ("resnet19", "resnet18")),
     (("train", "data.path=nowhere"), ("nowhere",)),
     (("train", "run.device=cuda"), ("run.device = cuda", "drumline doctor")),

@@ -288,7 +288,11 @@ def test_a_number_of_paths_other_than_two_is_rejected(
 def test_a_path_without_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    for name, said in (("empty", "holds no run"), ("file", "is a file"), ("none", "does not exist")):
+    for name, said in (
+        ("empty", "holds no run"),
+        ("file", "is a file without weights"),
+        ("none", "does not exist"),
+    ):
         assert main(["compare", str(tmp_path / name), str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
 

@@ -1,0 +1,1 @@
+"""Compares two models layer by layer, a model with weights, and the curves of two runs."""
