@@ -1,0 +1,276 @@
+"""Which part of a step a user's loop is in, from the calls that it makes of torch.
+
+Promises: waits for no device and no rank, and changes no tensor. Only the thread that created it is counted. Hooks are
+outside compiled code. An evaluation begins when the loop opens another loader or calls the model in eval mode without
+gradients, and lasts, with all that the loop does then, until it asks for a batch to train on or calls the model with
+gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drumline.core.account import (
+    BACKWARD,
+    COMPUTE,
+    DATA,
+    EVALUATION,
+    EXCHANGE,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    Account,
+)
+from drumline.diagnosis.script.loader import LoaderState, samples_in
+from drumline.guards.script.forwards import inner_of, is_compiled, wrapper_of
+from drumline.guards.script.taps import Listener
+from drumline.observe.clock import StepClock
+
+
+@dataclass
+class Counts:
+    """What was counted besides times."""
+
+    steps: int = 0
+    samples: int = 0
+    batches: int = 0
+    passes: int = 0
+    """Passes over the loader that have ended."""
+    step_of_pass: int = 0
+    """Steps since the present pass began."""
+
+
+class LoopParts(Listener):
+    """Marks the parts of one loop in an account, and its steps in a clock. `stepped` is called after each step."""
+
+    needs = "times"
+
+    def __init__(
+        self,
+        loaders: Sequence[Any],
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        clock: StepClock,
+        parts: Account,
+        stepped: Callable[[], None],
+    ) -> None:
+        self.counts, self.queue = Counts(), LoaderState()
+        self.evaluated = False
+        """Whether the loop has evaluated since it was last asked."""
+        self._loaders, self._model, self._clock, self._parts = loaders, model, clock, parts
+        self._stepped = stepped
+        self._thread = threading.get_ident()
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Passes over the loaders that are trained on."""
+        self._fetching: Any = None
+        """The iterator that was asked for a batch and has not answered."""
+        self._evaluating = self._began = self._in_step = self._hooked = False
+        self._outside: list[str] = []
+        """The parts that saving and collectives have interrupted."""
+        self._handles: list[RemovableHandle] = []
+        self._hook(model, optimizers)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Batches.
+
+    def opens(self, loader: Any) -> None:
+        if self._elsewhere or self._fetching is not None:
+            return
+        if self._trains_on(loader):
+            self._trains(DATA)
+        else:
+            self._evaluates()
+
+    def opened(self, loader: Any, iterator: Any) -> None:
+        if self._elsewhere or self._fetching is not None or not self._trains_on(loader):
+            return
+        self._iterators.add(iterator)
+        self.queue.opened(iterator)
+        self._parts.enter(OTHER)
+
+    def asks(self, iterator: Any) -> None:
+        if self._elsewhere or self._fetching is not None:
+            return
+        self._fetching = iterator
+        if iterator in self._iterators:
+            if self.counts.batches and not self._hooked:
+                self._step()  # neither model nor optimizer is called, as when a graph is replayed
+            self._trains(DATA)
+            self.queue.asks(iterator)
+        else:
+            self._evaluates()
+
+    def receives(self, iterator: Any, batch: Any) -> None:
+        if iterator is self._fetching and not self._elsewhere:
+            self._fetching = None
+            if not self._evaluating:
+                self.received(batch)
+
+    def exhausted(self, iterator: Any) -> None:
+        if iterator is self._fetching and not self._elsewhere:
+            self._fetching = None
+            if not self._evaluating:
+                self.pass_ends()
+
+    def waits(self) -> None:
+        """The loop asks for a batch to train on, of a loader that is not torch's."""
+        if not self._elsewhere:
+            if self.counts.batches and not self._hooked:
+                self._step()
+            self._trains(DATA)
+
+    def received(self, batch: Any) -> None:
+        """It received one."""
+        if not self._elsewhere:
+            self._clock.arrived()
+            self.counts.batches += 1
+            self.counts.samples += samples_in(batch)
+            self._parts.enter(COMPUTE)
+
+    def pass_ends(self) -> None:
+        """There are no more."""
+        if not self._elsewhere:
+            self.counts.passes += 1
+            self.counts.step_of_pass = 0
+            self._parts.enter(OTHER)
+
+    # The step.
+
+    def backward_begins(self, roots: Any) -> None:
+        if not self._evaluating and not self._elsewhere:
+            self._parts.enter(BACKWARD)
+
+    def backward_ends(self) -> None:
+        if not self._evaluating and not self._elsewhere:
+            self._parts.enter(OTHER)
+
+    def updates(self) -> None:
+        if not self._evaluating and not self._elsewhere:
+            self._parts.enter(OPTIMIZER)
+
+    def begins(self, part: str) -> None:
+        if not self._elsewhere:
+            held = self._parts.part
+            self._outside.append(held)
+            if not (part == EXCHANGE and self._evaluating):
+                self._parts.enter(part)
+
+    def ends(self, part: str) -> None:
+        if not self._elsewhere and self._outside:
+            self._parts.enter(self._outside.pop())
+            if part != EXCHANGE:
+                self._clock.resume()
+
+    def _hook(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        wrapper, inner = wrapper_of(model), inner_of(model)
+        if is_compiled(model):
+            # A hook inside would break its graph, and one on a module that compiles itself would be compiled.
+            called = model if hasattr(model, "_orig_mod") else None
+        else:
+            called = wrapper.module if wrapper is not None else model
+        if called is not None:
+            self._handles.append(called.register_forward_pre_hook(self._forward))
+        if wrapper is not None and not is_compiled(model):
+            self._handles.append(wrapper.register_forward_pre_hook(self._wrapper_forward))
+        if wrapper is not None:
+            # Backward reaches it last. What follows is waiting for the other ranks.
+            first = next((each for each in inner.parameters() if each.requires_grad), None)
+            if first is not None:
+                self._handles.append(first.register_post_accumulate_grad_hook(self._gradients_done))
+        for number, optimizer in enumerate(optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            after = self._after_update if number == 0 else self._after_other_update
+            self._handles.append(optimizer.register_step_post_hook(after))
+
+    def _wrapper_forward(self, module: nn.Module, args: Any) -> None:
+        """DDP sends the buffers of rank 0 to the others before the forward."""
+        if self._is_training_forward():
+            self._begin_step()
+            self._parts.enter(EXCHANGE)
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or self._elsewhere:
+            return
+        if self._is_training_forward():
+            self._begin_step()
+            self._parts.enter(FORWARD)
+        elif self._evaluating or not self._model.training:
+            self._evaluates()
+        else:
+            self._parts.enter(FORWARD)
+
+    def _is_training_forward(self) -> bool:
+        """With gradients. A loop that evaluates with gradients, by mistake, does so in eval mode on another loader."""
+        return torch.is_grad_enabled() and (self._model.training or not self._evaluating)
+
+    def _begin_step(self) -> None:
+        self._trains(None)
+        if not self._in_step and not self._elsewhere:
+            self._in_step = True
+            self._clock.step_begin()
+
+    def _gradients_done(self, parameter: torch.Tensor) -> None:
+        if not self._evaluating and not self._elsewhere:
+            self._parts.enter(EXCHANGE)
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._hooked = True
+        if not self._elsewhere:
+            self._trains(OPTIMIZER)
+
+    def _after_other_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._parts.enter(OTHER)
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._parts.enter(OTHER)
+        if not self._elsewhere:
+            self._step()
+
+    def _step(self) -> None:
+        if not self._in_step:
+            self._clock.step_begin()
+        self._in_step = False
+        self._clock.step_end()
+        self.counts.steps += 1
+        self.counts.step_of_pass += 1
+        self._stepped()
+
+    # What the loop does.
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this is another thread than the loop's."""
+        return threading.get_ident() != self._thread
+
+    def _trains_on(self, loader: Any) -> bool:
+        return any(loader is one for one in self._loaders)
+
+    def _trains(self, part: str | None) -> None:
+        """The loop trains, after an evaluation or at first."""
+        if not self._began:
+            self._began = True
+            self._clock.begin()
+        elif self._evaluating:
+            self._clock.resume()
+        self._evaluating = False
+        if part is not None:
+            self._parts.enter(part)
+
+    def _evaluates(self) -> None:
+        if self._began:
+            self._evaluating = self.evaluated = True
+            self._parts.enter(EVALUATION)
