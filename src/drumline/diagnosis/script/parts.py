@@ -1,9 +1,9 @@
 """Which part of a step a user's loop is in, from the calls that it makes of torch.
 
-Promises: waits for no device and no rank, and changes no tensor. Only the thread that created it is counted. Hooks are
-outside compiled code. An evaluation begins when the loop opens another loader or calls the model in eval mode without
-gradients, and lasts, with all that the loop does then, until it asks for a batch to train on or calls the model with
-gradients.
+Promises: waits for no device and no rank, and changes no tensor. Only the thread that created it is counted. Hooks
+are outside compiled code. An evaluation begins when the loop opens another loader or calls the model in eval mode
+without gradients. It lasts, with all that the loop does then, until the loop asks for a batch to train on or calls
+the model with gradients.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ from drumline.guards.script.taps import Listener
 from drumline.observe.clock import StepClock
 
 
+class LoopAccount(Account):
+    """An account without the time since the last change of parts: what follows the last step is not the loop's."""
+
+    @property
+    def part(self) -> str:
+        """The present part."""
+        return self._part
+
+    def sums(self) -> dict[str, float]:
+        return dict(self._sums)
+
+
 @dataclass
 class Counts:
     """What was counted besides times."""
@@ -47,10 +59,22 @@ class Counts:
     """Passes over the loader that have ended."""
     step_of_pass: int = 0
     """Steps since the present pass began."""
+    steps_per_pass: int = 0
+    """Those of the last pass; 0 if none has ended."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes, and the part of the present one that is done, if that is known."""
+        part = self.step_of_pass / self.steps_per_pass if self.steps_per_pass else 0.0
+        return self.passes + min(part, 1.0)
 
 
 class LoopParts(Listener):
-    """Marks the parts of one loop in an account, and its steps in a clock. `stepped` is called after each step."""
+    """Marks the parts of one loop in an account, and its steps in a clock.
+
+    `began` is called when the loop first trains, `stepped` after each step, `asked` and `arrived` when the loop asks
+    for a batch and has it.
+    """
 
     needs = "times"
 
@@ -60,14 +84,15 @@ class LoopParts(Listener):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         clock: StepClock,
-        parts: Account,
+        parts: LoopAccount,
+        began: Callable[[], None],
         stepped: Callable[[], None],
     ) -> None:
         self.counts, self.queue = Counts(), LoaderState()
-        self.evaluated = False
-        """Whether the loop has evaluated since it was last asked."""
+        self.asked: Callable[[], None] = lambda: None
+        self.arrived: Callable[[], None] = lambda: None
         self._loaders, self._model, self._clock, self._parts = loaders, model, clock, parts
-        self._stepped = stepped
+        self._begins, self._stepped = began, stepped
         self._thread = threading.get_ident()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         """Passes over the loaders that are trained on."""
@@ -92,61 +117,62 @@ class LoopParts(Listener):
             return
         if self._trains_on(loader):
             self._trains(DATA)
+            self.queue.opens()
         else:
             self._evaluates()
 
     def opened(self, loader: Any, iterator: Any) -> None:
-        if self._elsewhere or self._fetching is not None or not self._trains_on(loader):
-            return
-        self._iterators.add(iterator)
-        self.queue.opened(iterator)
-        self._parts.enter(OTHER)
+        if not self._elsewhere and self._fetching is None and self._trains_on(loader):
+            self._iterators.add(iterator)
+            self.queue.opened(iterator)
+            self._parts.enter(OTHER)
 
     def asks(self, iterator: Any) -> None:
         if self._elsewhere or self._fetching is not None:
             return
         self._fetching = iterator
         if iterator in self._iterators:
-            if self.counts.batches and not self._hooked:
-                self._step()  # neither model nor optimizer is called, as when a graph is replayed
-            self._trains(DATA)
-            self.queue.asks(iterator)
+            self.waits()
         else:
             self._evaluates()
 
     def receives(self, iterator: Any, batch: Any) -> None:
         if iterator is self._fetching and not self._elsewhere:
             self._fetching = None
-            if not self._evaluating:
+            if self._evaluating:
+                self._parts.enter(EVALUATION)
+            else:
                 self.received(batch)
 
     def exhausted(self, iterator: Any) -> None:
         if iterator is self._fetching and not self._elsewhere:
             self._fetching = None
-            if not self._evaluating:
+            if self._evaluating:
+                self._parts.enter(EVALUATION)
+            else:
                 self.pass_ends()
 
     def waits(self) -> None:
-        """The loop asks for a batch to train on, of a loader that is not torch's."""
-        if not self._elsewhere:
-            if self.counts.batches and not self._hooked:
-                self._step()
-            self._trains(DATA)
+        """The loop asks for a batch to train on."""
+        if self.counts.batches and not self._hooked:
+            self._step()  # neither model nor optimizer is called: a graph is replayed
+        self._trains(DATA)
+        self.queue.asks()
+        self.asked()
 
     def received(self, batch: Any) -> None:
-        """It received one."""
-        if not self._elsewhere:
-            self._clock.arrived()
-            self.counts.batches += 1
-            self.counts.samples += samples_in(batch)
-            self._parts.enter(COMPUTE)
+        """It has one."""
+        self.arrived()
+        self.queue.receives()
+        self.counts.batches += 1
+        self.counts.samples += samples_in(batch)
+        self._parts.enter(COMPUTE)
 
     def pass_ends(self) -> None:
         """There are no more."""
-        if not self._elsewhere:
-            self.counts.passes += 1
-            self.counts.step_of_pass = 0
-            self._parts.enter(OTHER)
+        self.counts.passes += 1
+        self.counts.steps_per_pass, self.counts.step_of_pass = self.counts.step_of_pass, 0
+        self._parts.enter(OTHER)
 
     # The step.
 
@@ -164,8 +190,7 @@ class LoopParts(Listener):
 
     def begins(self, part: str) -> None:
         if not self._elsewhere:
-            held = self._parts.part
-            self._outside.append(held)
+            self._outside.append(self._parts.part)
             if not (part == EXCHANGE and self._evaluating):
                 self._parts.enter(part)
 
@@ -214,7 +239,7 @@ class LoopParts(Listener):
             self._parts.enter(FORWARD)
 
     def _is_training_forward(self) -> bool:
-        """With gradients. A loop that evaluates with gradients, by mistake, does so in eval mode on another loader."""
+        """With gradients, unless the loop evaluates with them by mistake: in eval mode, on another loader."""
         return torch.is_grad_enabled() and (self._model.training or not self._evaluating)
 
     def _begin_step(self) -> None:
@@ -224,7 +249,7 @@ class LoopParts(Listener):
             self._clock.step_begin()
 
     def _gradients_done(self, parameter: torch.Tensor) -> None:
-        if not self._evaluating and not self._elsewhere:
+        if not self._evaluating:  # on a GPU, a thread of torch's calls this
             self._parts.enter(EXCHANGE)
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -264,6 +289,7 @@ class LoopParts(Listener):
         if not self._began:
             self._began = True
             self._clock.begin()
+            self._begins()
         elif self._evaluating:
             self._clock.resume()
         self._evaluating = False
@@ -272,5 +298,5 @@ class LoopParts(Listener):
 
     def _evaluates(self) -> None:
         if self._began:
-            self._evaluating = self.evaluated = True
+            self._evaluating = True
             self._parts.enter(EVALUATION)

@@ -1,0 +1,57 @@
+"""The messages of all ranks as the evidence that the rules read. Pure.
+
+Promises: only intervals that every rank has are used: a rank that ended early or reports late shortens the evidence,
+and a rank that reports nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drumline.diagnosis.evidence import Evidence, Interval
+
+MOST_LINES = 64
+"""Lines of source that a rank reports."""
+
+
+def evidence_of(messages: Sequence[Mapping[str, Any] | None]) -> Evidence:
+    """The evidence in these messages."""
+    known = [each for each in messages if each is not None and each["intervals"]]
+    if not known:
+        return Evidence([])
+    rows = [{(row["step"], row["steps"]): row for row in each["intervals"]} for each in known]
+    facts = {**known[0]["facts"], "lines": _lines(known)}
+    intervals = []
+    for key in rows[0]:
+        if all(key in each for each in rows):
+            intervals.append(_interval([each[key] for each in rows], facts))
+    return Evidence(intervals)
+
+
+def _interval(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> Interval:
+    """The same steps of all ranks."""
+    names = [name for name in rows[0]["values"] if all(name in row["values"] for row in rows)]
+    values = {name: tuple(row["values"][name] for row in rows) for name in names}
+    slowest = max(values["step_ms"]) * rows[0]["steps"] / 1e3
+    samples = sum(row["samples"] for row in rows)
+    first = rows[0]
+    return Interval(
+        first["step"], first["epoch"], first["steps"], samples / slowest if slowest else 0.0, values, facts
+    )
+
+
+def _lines(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str, int, float]]:
+    """Rank, part, file and line, with the fraction of that rank's samples in this part that saw it."""
+    found = []
+    for rank, each in enumerate(messages):
+        in_part: Counter[str] = Counter()
+        for part, _, _, count in each["lines"]:
+            in_part[part] += count
+        found += [
+            (rank, part, file, line, count / in_part[part])
+            for part, file, line, count in each["lines"]
+            if file and count >= 3
+        ]
+    return found
