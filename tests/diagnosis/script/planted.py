@@ -70,7 +70,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 clock = drumline.clock(loader, model, optimizer)
 
 done = 0
-for epoch in range(100):
+for _ in range(100):
     model.train()
     for images, labels in loader:
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ for epoch in range(100):
         if case == "interrupted" and done == steps // 2:
             raise KeyboardInterrupt
     model.eval()
-    for _ in range(3 if case == "evaluation" else 0):
+    for _round in range(3 if case == "evaluation" else 0):
         with torch.no_grad():
             for images, _ in evaluation:
                 model(images)
@@ -94,16 +94,7 @@ for epoch in range(100):
 
 verdict = clock.verdict()
 found = [each.as_dict() for each in verdict.slowdowns]
-whole = verdict.evidence.intervals[-1].values
-print(
-    json.dumps(
-        {
-            "codes": [each["code"] for each in found],
-            "found": found,
-            "values": whole,
-            "ranks": verdict.evidence.intervals[-1].ranks,
-        }
-    )
-)
+last = verdict.evidence.intervals[-1]
+print(json.dumps({"found": found, "values": last.values, "ranks": last.ranks}))
 if world > 1:
     dist.destroy_process_group()
