@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from shutil import get_terminal_size
 from time import perf_counter
@@ -40,13 +40,14 @@ from drumline.diagnosis.slowdown import Slowdown
 from drumline.guards.checks.setup import home
 from drumline.guards.script import taps
 from drumline.guards.script.forwards import wrapper_of
-from drumline.guards.script.parameters import with_hooks
+from drumline.guards.script.parameters import capturing, with_hooks
 from drumline.guards.script.peers import Peers, peers_of
-from drumline.observe.clock import StepClock
+from drumline.observe.clock import BatchEvents, StepClock
 from drumline.observe.usage import Usage
 
 _SAMPLE_S = 0.05
-_USAGE_S = 1.0
+_USAGE_S = (1.0, 10.0)
+"""Seconds of the first look at what the process uses, and between later ones. A look costs some milliseconds."""
 _POST_S = 5.0
 _CLOSING_S = 5.0
 """How long the first rank waits for the last times of the others."""
@@ -123,7 +124,9 @@ class Clock:
         self._loop = LoopParts(
             loaders, model, optimizers, self._clock, self._parts, self._begin, self._stepped
         )
-        self._lines = LineSampler(threading.get_ident(), lambda: self._parts.part)
+        if self._gpu:
+            self._mark_batches(device)
+        self._lines = LineSampler(self._parts)
         wrapper = wrapper_of(model)
         self._peers = peers_of(wrapper.process_group if wrapper is not None else None)
         self._failed = False
@@ -239,6 +242,22 @@ class Clock:
     def _sums(self) -> dict[str, float]:
         return {"samples": float(self._loop.counts.samples), **self._loop.queue.sums()}
 
+    def _mark_batches(self, device: torch.device) -> None:
+        """On a GPU, records when the loop asks for a batch, has it on the host, and calls the model with it."""
+        marks: dict[str, torch.cuda.Event] = {}
+
+        def mark(name: str) -> torch.cuda.Event | None:
+            if not capturing():
+                marks[name] = torch.cuda.Event(enable_timing=True)
+                marks[name].record(torch.cuda.current_stream(device))
+            return marks.get(name)
+
+        def events() -> BatchEvents:
+            return BatchEvents(marks.get("arrived"), mark("ready"), marks.get("asked"))
+
+        self._loop.asked, self._loop.arrived = lambda: mark("asked"), lambda: mark("arrived")
+        self._clock.batch_events = events
+
     def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         self._loop.queue.opens()
         iterator = iter(loader)
@@ -256,16 +275,18 @@ class Clock:
     # In the background.
 
     def _look(self) -> None:
-        self._history.used(Usage.now(), worker_cpu_s(self._loop.queue.workers))
+        usage = replace(Usage.now(), loop_s=None)  # this may be another thread than the loop's
+        self._history.used(usage, worker_cpu_s(self._loop.queue.workers))
 
     def _watch(self, peers: Peers) -> None:
-        looked = posted = printed = perf_counter()
+        posted = printed = perf_counter()
+        look_at = posted + _USAGE_S[0]
         while not self._ending.wait(self._lines.pause(_SAMPLE_S)):
             self._lines.sample()
             now = perf_counter()
             try:
-                if now - looked >= _USAGE_S:
-                    looked = now
+                if now >= look_at:
+                    look_at = now + _USAGE_S[1]
                     self._look()
                 if now - posted >= _POST_S and peers.size > 1:
                     posted = now

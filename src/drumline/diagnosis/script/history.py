@@ -92,13 +92,16 @@ class History:
         per_step = {
             "step_ms": times.step_s,
             "data_ms": times.data_s,
+            "copy_ms": times.copy_s,
             "compute_ms": times.compute_s,
             "late_ms": times.late_s,
             **{f"host_{part}_ms": times.parts[part] for part in PARTS},
+            **{f"device_{part}_ms": seconds for part, seconds in times.device_parts.items()},
             "loader_start_ms": counts.get("start_s", 0.0),
             "data_cpu_ms": counts.get("data_cpu_s", 0.0),
         }
         values = {name: 1e3 * seconds / steps for name, seconds in per_step.items()}
+        values["behind"] = times.behind / steps
         if counts.get("asked"):
             values["queue_empty"] = counts["empty"] / counts["asked"]
             values["queue_ready"] = counts["waiting"] / counts["asked"]

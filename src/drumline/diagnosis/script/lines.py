@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from types import FrameType
 
+from drumline.core.account import Account
 from drumline.guards.script.source_lines import SourceLine, is_user_file
 
 MOST_LINES = 1000
@@ -22,8 +22,8 @@ _RATIO = 0.618034
 class LineSampler:
     """Counts the lines of one thread by the part that its loop is in."""
 
-    def __init__(self, thread: int, part: Callable[[], str]) -> None:
-        self._thread, self._part = thread, part
+    def __init__(self, parts: Account) -> None:
+        self._parts = parts
         self.counts: Counter[tuple[str, str, int]] = Counter()
         """Samples by part, file and line; the file is empty if no line of the user's was on the stack."""
         self._own: dict[str, bool] = {}
@@ -36,8 +36,8 @@ class LineSampler:
 
     def sample(self) -> None:
         """Looks once. Called from another thread."""
-        part = self._part()
-        frame = sys._current_frames().get(self._thread)
+        thread, part = self._parts.present
+        frame = sys._current_frames().get(thread)
         file, line = self._user_line(frame)
         del frame
         key = (part, file, line)

@@ -32,17 +32,13 @@ from drumline.core.account import (
 )
 from drumline.diagnosis.script.loader import LoaderState, samples_in
 from drumline.guards.script.forwards import inner_of, is_compiled, wrapper_of
+from drumline.guards.script.parameters import capturing
 from drumline.guards.script.taps import Listener
 from drumline.observe.clock import StepClock
 
 
 class LoopAccount(Account):
     """An account without the time since the last change of parts: what follows the last step is not the loop's."""
-
-    @property
-    def part(self) -> str:
-        """The present part."""
-        return self._part
 
     def sums(self) -> dict[str, float]:
         return dict(self._sums)
@@ -89,8 +85,8 @@ class LoopParts(Listener):
         stepped: Callable[[], None],
     ) -> None:
         self.counts, self.queue = Counts(), LoaderState()
-        self.asked: Callable[[], None] = lambda: None
-        self.arrived: Callable[[], None] = lambda: None
+        self.asked: Callable[[], object] = lambda: None
+        self.arrived: Callable[[], object] = lambda: None
         self._loaders, self._model, self._clock, self._parts = loaders, model, clock, parts
         self._begins, self._stepped = began, stepped
         self._thread = threading.get_ident()
@@ -190,7 +186,7 @@ class LoopParts(Listener):
 
     def begins(self, part: str) -> None:
         if not self._elsewhere:
-            self._outside.append(self._parts.part)
+            self._outside.append(self._parts.present[1])
             if not (part == EXCHANGE and self._evaluating):
                 self._parts.enter(part)
 
@@ -244,7 +240,7 @@ class LoopParts(Listener):
 
     def _begin_step(self) -> None:
         self._trains(None)
-        if not self._in_step and not self._elsewhere:
+        if not self._in_step and not self._elsewhere and not capturing():
             self._in_step = True
             self._clock.step_begin()
 
@@ -266,6 +262,8 @@ class LoopParts(Listener):
             self._step()
 
     def _step(self) -> None:
+        if capturing():
+            return
         if not self._in_step:
             self._clock.step_begin()
         self._in_step = False

@@ -175,7 +175,7 @@ def _cores_ms(figures: Figures) -> float:
     """The shortest step for which there are cores: what this machine's ranks compute, spread over all of them."""
     if not figures.cores:
         return 0.0
-    used = sum(figures.get("own_cores")[: figures.local_ranks]) + figures.mean("loader_cores")
+    used = sum(figures.get("own_cores")[: figures.local_ranks])
     return figures.step_ms * used / figures.cores
 
 
