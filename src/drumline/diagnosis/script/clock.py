@@ -10,6 +10,7 @@ by collectives. A loop that is interrupted or fails is reported as far as it cam
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -47,7 +48,8 @@ from drumline.observe.usage import Usage
 
 _SAMPLE_S = 0.05
 _USAGE_S = (1.0, 10.0)
-"""Seconds of the first look at what the process uses, and between later ones. A look costs some milliseconds."""
+"""Seconds from the first look at what the process uses to the second, and between later ones. Each costs some
+milliseconds."""
 _POST_S = 5.0
 _CLOSING_S = 5.0
 """How long the first rank waits for the last times of the others."""
@@ -130,6 +132,8 @@ class Clock:
         wrapper = wrapper_of(model)
         self._peers = peers_of(wrapper.process_group if wrapper is not None else None)
         self._failed = False
+        self._look_at = math.inf
+        """When to look at what the process uses; never before the loop trains."""
         self._process = os.getpid()
         taps.listen(self._loop)
         self._ending = threading.Event()
@@ -228,7 +232,7 @@ class Clock:
 
     def _begin(self) -> None:
         self._history.begin(self._sums())
-        self._look()
+        self._look_at = 0.0
 
     def _stepped(self) -> None:
         if self._history.is_due(self._loop.counts.steps):
@@ -280,13 +284,14 @@ class Clock:
 
     def _watch(self, peers: Peers) -> None:
         posted = printed = perf_counter()
-        look_at = posted + _USAGE_S[0]
+        looks = 0
         while not self._ending.wait(self._lines.pause(_SAMPLE_S)):
             self._lines.sample()
             now = perf_counter()
             try:
-                if now >= look_at:
-                    look_at = now + _USAGE_S[1]
+                if now >= self._look_at:
+                    self._look_at = now + _USAGE_S[min(looks, 1)]
+                    looks += 1
                     self._look()
                 if now - posted >= _POST_S and peers.size > 1:
                     posted = now

@@ -58,11 +58,13 @@ class LoaderState:
             self.asked += 1
             self.empty += not ready
             self.waiting += ready
-        self._cpu_from = thread_time()
+        else:
+            self._cpu_from = thread_time()
 
     def receives(self) -> None:
         """It has one."""
-        self.cpu_s += thread_time() - self._cpu_from
+        if self._queue is None:
+            self.cpu_s += thread_time() - self._cpu_from
         if self._opened_at is not None:
             self.start_s += perf_counter() - self._opened_at
             self._opened_at = None
@@ -121,6 +123,8 @@ def first_tensor(batch: Any, deep: int = _DEEP) -> torch.Tensor | None:
 
 def samples_in(batch: Any) -> int:
     """How many samples a batch has; 1 if that cannot be seen."""
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].dim():
+        return batch[0].size(0)  # nearly always, and ten times as fast
     tensor = first_tensor(batch)
     if tensor is not None:
         return len(tensor) if tensor.dim() else 1
