@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import drumline
 
-
 WARM = 50
 """Steps before the measured ones."""
 

@@ -92,6 +92,8 @@ for _ in range(100):
     if done == steps:
         break
 
+if world > 1:
+    clock.close()
 verdict = clock.verdict()
 found = [each.as_dict() for each in verdict.slowdowns]
 last = verdict.evidence.intervals[-1]

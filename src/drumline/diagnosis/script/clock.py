@@ -102,7 +102,7 @@ def clock(
 
 def _several(given: Any, kind: type) -> list[Any]:
     """The members of a list of this kind; anything else is one thing."""
-    several = isinstance(given, list | tuple) and given and all(isinstance(each, kind) for each in given)
+    several = isinstance(given, list | tuple) and all(isinstance(each, kind) for each in given)
     return list(given) if several else [given]
 
 
@@ -131,6 +131,7 @@ class Clock:
         self._lines = LineSampler(self._parts)
         wrapper = wrapper_of(model)
         self._peers = peers_of(wrapper.process_group if wrapper is not None else None)
+        self._messages: list[Mapping[str, Any] | None] = [None] * self._peers.size
         self._failed = False
         self._look_at = math.inf
         """When to look at what the process uses; never before the loop trains."""
@@ -155,12 +156,13 @@ class Clock:
         return len(self._loaders[0])
 
     def verdict(self) -> Verdict:
-        """Why the loop is slow, as far as is known now. Of other ranks, what they reported some seconds ago."""
+        """Why the loop is slow, as far as is known now: of other ranks, what they reported some seconds ago. After
+        `close`, the first rank knows the times of all."""
         if self._open:
             self._look()
             self._end_stretch()
-        latest = [self._peers.read(f"latest/{rank}") for rank in self._peers.ranks]
-        return self._verdict(latest)
+            self._messages = [self._peers.read(f"latest/{rank}") for rank in self._peers.ranks]
+        return self._verdict()
 
     def close(self) -> None:
         """Stops timing, removes all hooks, and prints the verdict on the first rank."""
@@ -193,21 +195,21 @@ class Clock:
                 self._peers.post(f"closing/{self._peers.rank}", self._message())
                 return
             last = self._peers.gather("closing", self._message(), lambda: None, seconds=seconds)
-            for number, rank in enumerate(self._peers.ranks):
-                last[number] = last[number] or self._peers.read(f"latest/{rank}")
+            late = [self._peers.read(f"latest/{rank}") for rank in self._peers.ranks]
+            self._messages = [one or other for one, other in zip(last, late, strict=True)]
         except RuntimeError:  # the store ended with the process that held it
-            last = [None] * self._peers.size
+            self._messages = [None] * self._peers.size
         if self._report and self._peers.rank == first:
-            print(message(self._verdict(last).text), file=sys.stderr, flush=True)
+            print(message(self._verdict().text), file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
         self._failed = self._failed or sys.exc_info()[1] is not None
         self.close()
 
-    def _verdict(self, messages: list[Mapping[str, Any] | None]) -> Verdict:
+    def _verdict(self) -> Verdict:
         """From the messages of all ranks; this rank's own is taken now."""
         at = self._peers.ranks.index(self._peers.rank)
-        messages = [*messages[:at], self._message(), *messages[at + 1 :]]
+        messages = [*self._messages[:at], self._message(), *self._messages[at + 1 :]]
         evidence = ranks.evidence_of(messages)
         width = min(get_terminal_size().columns, _WIDE) if sys.stderr.isatty() else _WIDE
         missing = [rank for rank, each in zip(self._peers.ranks, messages, strict=True) if each is None]
