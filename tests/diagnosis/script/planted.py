@@ -46,9 +46,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         if case == "slow-rank" and rank == 1 and self.training:
-            time.sleep(0.02)
+            time.sleep(0.05)
         if case != "tiny-batch":
-            time.sleep(0.006)  # what the model computes, on any machine
+            until = time.perf_counter() + 0.0004 * len(x)  # what the model computes
+            while time.perf_counter() < until:
+                continue
         return self.head(self.features(x).flatten(1))
 
 
@@ -63,7 +65,7 @@ loader = DataLoader(
     persistent_workers=workers > 0,
     multiprocessing_context=None,
 )
-evaluation = DataLoader(data, BATCH)
+evaluation = DataLoader(data, 16 * BATCH)
 model = Net()
 model = DistributedDataParallel(model) if world > 1 else model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -85,7 +87,7 @@ for _ in range(100):
         if case == "interrupted" and done == steps // 2:
             raise KeyboardInterrupt
     model.eval()
-    for _round in range(3 if case == "evaluation" else 0):
+    for _round in range({"evaluation": 12, "tiny-batch": 1}.get(case, 0)):
         with torch.no_grad():
             for images, _ in evaluation:
                 model(images)

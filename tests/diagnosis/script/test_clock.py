@@ -22,6 +22,8 @@ from tests.diagnosis.script.cost import seconds_per_step
 from tests.guards.scripts_run import Outcome, run_script
 
 PLANTED = str(Path(__file__).parent / "planted.py")
+CODES = {"workers", "decode", "hand-over", "data", "host-line", "evaluation", "slow-rank", "rank-0"}
+"""What cannot be found in a script where it is not planted, however busy the machine is."""
 
 
 @cache
@@ -33,12 +35,14 @@ def verdict_of(case: str, size: int = 1, steps: int = 60) -> list[dict[str, Any]
     outcome = planted(case, size, steps)
     assert outcome.codes == [0] * size, outcome.err
     found: list[dict[str, Any]] = json.loads(outcome.out[0].splitlines()[-1])["found"]
-    return found
+    # The machine that runs the tests may do other things, too.
+    return [each for each in found if each["code"] != "machine-busy"]
 
 
 def test_nothing_stands_out_in_a_healthy_script() -> None:
-    assert verdict_of("healthy") == []
-    assert "nothing stands out" in planted("healthy").err[0]
+    assert not CODES & {each["code"] for each in verdict_of("healthy")}
+    text = planted("healthy").err[0]
+    assert "nothing stands out" in text or "Other programs use" in text
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -60,18 +64,23 @@ def test_a_slow_line_of_the_script_is_named_with_file_and_line() -> None:
 
 
 def test_a_line_that_only_one_rank_runs_is_named_with_the_rank() -> None:
-    assert "on rank 0 alone" in verdict_of("slow-log", 2)[0]["text"]
+    lines = [each["text"] for each in verdict_of("slow-log", 2) if each["code"] == "host-line"]
+    assert "on rank 0 alone" in lines[0]
 
 
 def test_evaluations_are_no_wait_for_data() -> None:
     found = verdict_of("evaluation")
-    assert [each["code"] for each in found] == ["evaluation"]
+    assert CODES & {each["code"] for each in found} == {"evaluation"}
+
+
+def test_a_tiny_batch_is_named() -> None:
+    assert "small-batch" in [each["code"] for each in verdict_of("tiny-batch")]
 
 
 def test_only_the_first_rank_prints() -> None:
     outcome = planted("healthy", 2)
     assert outcome.codes == [0, 0], outcome.err
-    assert "drumline clock, 60 steps" in outcome.err[0]
+    assert "drumline clock:" in outcome.err[0]
     assert "drumline clock" not in outcome.err[1]
 
 
@@ -80,15 +89,19 @@ def test_times_are_taken_before_the_exchange_so_the_slow_rank_shows() -> None:
     assert outcome.codes == [0, 0], outcome.err
     values = json.loads(outcome.out[0].splitlines()[-1])["values"]
     waiting, slow = values["host_exchange_ms"]
-    assert waiting > slow + 10, "rank 0 waits for rank 1, which sleeps 20 ms in each step"
+    assert waiting > slow + 10, "rank 0 waits for rank 1, which sleeps 50 ms in each step"
     assert values["host_forward_ms"][1] > values["host_forward_ms"][0] + 10
+    first = verdict_of("slow-rank", 2)[0]
+    assert first["code"] == "slow-rank"
+    assert "rank 1 is" in first["text"]
+    assert "in forward" in first["text"]
 
 
 def test_an_interrupted_script_reports_what_it_has() -> None:
     outcome = planted("interrupted")
     assert outcome.codes != [0]
     assert "KeyboardInterrupt" in outcome.err[0]
-    assert "drumline clock, 30 steps" in outcome.err[0]
+    assert "steps to step 30" in outcome.err[0]
 
 
 # ---- in this process
@@ -234,7 +247,7 @@ def test_a_loop_that_fails_reports_the_steps_before(capsys: pytest.CaptureFixtur
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert "drumline clock, 7 steps" in capsys.readouterr().err
+    assert "steps to step 7" in capsys.readouterr().err
 
 
 def test_a_loader_that_fails_is_no_endless_wait_for_data() -> None:
@@ -285,3 +298,11 @@ def test_every_interval_of_a_long_run_is_kept_in_a_bounded_number() -> None:
     assert sum(each.times.steps for each in history.stretches) == last
     assert sum(each.counts["samples"] for each in history.stretches) == 4.0 * last
     assert history.stretches[0].step == 3, "the first steps stay apart"
+
+
+def test_the_example_is_short_and_names_its_problem() -> None:
+    example = Path(drumline.__file__).parents[2] / "examples" / "why_slow.py"
+    assert len(example.read_text().splitlines()) < 40
+    outcome = run_script(str(example), 1)
+    assert outcome.codes == [0]
+    assert "Try `DataLoader(num_workers=" in outcome.err[0]

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from shutil import get_terminal_size
 from time import perf_counter
@@ -117,7 +117,8 @@ class Clock:
         every: float,
         report: bool,
     ) -> None:
-        self._loaders, self._every, self._report = loaders, every, report
+        self._loaders, self._optimizers = loaders, optimizers
+        self._every, self._report = every, report
         self._parts = LoopAccount()
         device = home(model.parameters()) or torch.device("cpu")
         self._gpu = device.type == "cuda"
@@ -135,7 +136,7 @@ class Clock:
         self._failed = False
         self._look_at = math.inf
         """When to look at what the process uses; never before the loop trains."""
-        self._process = os.getpid()
+        self._process, self._native = os.getpid(), threading.get_native_id()
         taps.listen(self._loop)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(self._peers.clone(),), daemon=True)
@@ -219,6 +220,7 @@ class Clock:
 
     def _message(self) -> dict[str, Any]:
         """What this rank reports."""
+        counts = self._loop.counts
         return {
             "intervals": self._history.rows(),
             "lines": self._lines.most(ranks.MOST_LINES),
@@ -226,7 +228,12 @@ class Clock:
                 **loader_facts(self._loaders[0]),
                 "gpu": self._gpu,
                 "cores": usable_cores(),
+                "machine_cores": os.cpu_count() or 0,
                 "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", self._peers.size)),
+                "torch_threads": torch.get_num_threads(),
+                "fused": all(each.defaults.get("fused") is True for each in self._optimizers),
+                "eval_samples": counts.evaluated / max(1, counts.evaluations) * self._peers.size,
+                **self._loop.facts,
             },
         }
 
@@ -281,8 +288,7 @@ class Clock:
     # In the background.
 
     def _look(self) -> None:
-        usage = replace(Usage.now(), loop_s=None)  # this may be another thread than the loop's
-        self._history.used(usage, worker_cpu_s(self._loop.queue.workers))
+        self._history.used(Usage.now(self._native), worker_cpu_s(self._loop.queue.workers))
 
     def _watch(self, peers: Peers) -> None:
         posted = printed = perf_counter()

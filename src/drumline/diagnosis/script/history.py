@@ -99,12 +99,10 @@ class History:
             **{f"device_{part}_ms": seconds for part, seconds in times.device_parts.items()},
             "loader_start_ms": counts.get("start_s", 0.0),
             "data_cpu_ms": counts.get("data_cpu_s", 0.0),
+            "taking_ms": counts.get("taking_s", 0.0),
         }
         values = {name: 1e3 * seconds / steps for name, seconds in per_step.items()}
         values["behind"] = times.behind / steps
-        if counts.get("asked"):
-            values["queue_empty"] = counts["empty"] / counts["asked"]
-            values["queue_ready"] = counts["waiting"] / counts["asked"]
         values |= self._used_in(stretch)
         return {
             "step": stretch.step,

@@ -22,8 +22,8 @@ class LoaderState:
     """Sums over the batches so far. Written by the loop's thread, read by any."""
 
     def __init__(self) -> None:
-        self.asked = self.empty = self.waiting = 0
-        """How often a worker's batch was asked for, how often none was ready, and how many were, in total."""
+        self.taking_s = 0.0
+        """Time until the loop had a batch that its workers had ready when it asked."""
         self.start_s = 0.0
         """Time from the beginning of a pass to its first batch, if workers are started for each pass."""
         self.cpu_s = 0.0
@@ -31,7 +31,8 @@ class LoaderState:
         self.workers: tuple[psutil.Process, ...] = ()
         """The processes of the present pass."""
         self._opened_at: float | None = None
-        self._cpu_from = 0.0
+        self._cpu_from = self._asked_at = 0.0
+        self._ready = False
         self._queue: Any = None
 
     def opens(self) -> None:
@@ -49,15 +50,13 @@ class LoaderState:
 
     def asks(self) -> None:
         """The loop asks for a batch."""
+        self._ready = False
         if self._queue is not None:
             try:
-                ready = self._queue.qsize()
+                self._ready = self._queue.qsize() > 0
             except NotImplementedError:  # macOS
                 self._queue = None
-                return
-            self.asked += 1
-            self.empty += not ready
-            self.waiting += ready
+            self._asked_at = perf_counter()
         else:
             self._cpu_from = thread_time()
 
@@ -65,19 +64,15 @@ class LoaderState:
         """It has one."""
         if self._queue is None:
             self.cpu_s += thread_time() - self._cpu_from
+        elif self._ready:
+            self.taking_s += perf_counter() - self._asked_at
         if self._opened_at is not None:
             self.start_s += perf_counter() - self._opened_at
             self._opened_at = None
 
     def sums(self) -> dict[str, float]:
         """What an interval's values are made of, by difference."""
-        return {
-            "asked": float(self.asked),
-            "empty": float(self.empty),
-            "waiting": float(self.waiting),
-            "start_s": self.start_s,
-            "data_cpu_s": self.cpu_s,
-        }
+        return {"start_s": self.start_s, "data_cpu_s": self.cpu_s, "taking_s": self.taking_s}
 
 
 def worker_cpu_s(workers: tuple[psutil.Process, ...]) -> float:
@@ -100,7 +95,6 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "workers": loader.num_workers,
         "pool": "processes",
         "persistent": bool(loader.persistent_workers),
-        "pinned": bool(loader.pin_memory),
         "prefetch": loader.prefetch_factor or 0,
         "stream": isinstance(loader.dataset, IterableDataset),
         "batch_size": loader.batch_size or 0,
@@ -119,6 +113,12 @@ def first_tensor(batch: Any, deep: int = _DEEP) -> torch.Tensor | None:
             if found is not None:
                 return found
     return None
+
+
+def is_pinned(batch: Any) -> bool:
+    """Whether the copy of a batch to a GPU may overlap with computing; also if the batch is on the GPU already."""
+    tensor = first_tensor(batch)
+    return tensor is None or tensor.is_cuda or tensor.is_pinned()
 
 
 def samples_in(batch: Any) -> int:

@@ -30,11 +30,14 @@ from drumline.core.account import (
     OTHER,
     Account,
 )
-from drumline.diagnosis.script.loader import LoaderState, samples_in
+from drumline.diagnosis.script.loader import LoaderState, is_pinned, samples_in
 from drumline.guards.script.forwards import inner_of, is_compiled, wrapper_of
 from drumline.guards.script.parameters import capturing
 from drumline.guards.script.taps import Listener
 from drumline.observe.clock import StepClock
+
+_LOOKED_AT = 3
+"""Batches that are looked at for what does not change."""
 
 
 class LoopAccount(Account):
@@ -51,6 +54,9 @@ class Counts:
     steps: int = 0
     samples: int = 0
     batches: int = 0
+    evaluated: int = 0
+    """Samples in all evaluations."""
+    evaluations: int = 0
     passes: int = 0
     """Passes over the loader that have ended."""
     step_of_pass: int = 0
@@ -85,6 +91,8 @@ class LoopParts(Listener):
         stepped: Callable[[], None],
     ) -> None:
         self.counts, self.queue = Counts(), LoaderState()
+        self.facts: dict[str, Any] = {}
+        """What the first batches show."""
         self.asked: Callable[[], object] = lambda: None
         self.arrived: Callable[[], object] = lambda: None
         self._loaders, self._model, self._clock, self._parts = loaders, model, clock, parts
@@ -136,6 +144,7 @@ class LoopParts(Listener):
         if iterator is self._fetching and not self._elsewhere:
             self._fetching = None
             if self._evaluating:
+                self.counts.evaluated += samples_in(batch)
                 self._parts.enter(EVALUATION)
             else:
                 self.received(batch)
@@ -160,8 +169,13 @@ class LoopParts(Listener):
         """It has one."""
         self.arrived()
         self.queue.receives()
+        samples = samples_in(batch)
         self.counts.batches += 1
-        self.counts.samples += samples_in(batch)
+        self.counts.samples += samples
+        if self.counts.batches <= _LOOKED_AT:
+            self.facts |= {"rank_batch": samples}
+            if torch.cuda.is_initialized():
+                self.facts |= {"pinned": is_pinned(batch)}
         self._parts.enter(COMPUTE)
 
     def pass_ends(self) -> None:
@@ -296,5 +310,6 @@ class LoopParts(Listener):
 
     def _evaluates(self) -> None:
         if self._began:
+            self.counts.evaluations += not self._evaluating
             self._evaluating = True
             self._parts.enter(EVALUATION)

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drumline.core.account import BETWEEN_STEPS, DATA, EXCHANGE
 from drumline.diagnosis.evidence import Evidence, Interval
+from drumline.diagnosis.script.lines import line_text
 
 MOST_LINES = 64
 """Lines of source that a rank reports."""
@@ -22,24 +24,36 @@ def evidence_of(messages: Sequence[Mapping[str, Any] | None]) -> Evidence:
     if not known:
         return Evidence([])
     rows = [{(row["step"], row["steps"]): row for row in each["intervals"]} for each in known]
-    facts = {**known[0]["facts"], "lines": _lines(known)}
+    places = [_place(each) for each in known]
+    facts = {**known[0]["facts"], "lines": _lines(known), "own_code": [place for place, _ in places]}
     intervals = []
     for key in rows[0]:
         if all(key in each for each in rows):
-            intervals.append(_interval([each[key] for each in rows], facts))
+            intervals.append(_interval([each[key] for each in rows], facts, [share for _, share in places]))
     return Evidence(intervals)
 
 
-def _interval(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> Interval:
+def _interval(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], own: Sequence[float]) -> Interval:
     """The same steps of all ranks."""
     names = [name for name in rows[0]["values"] if all(name in row["values"] for row in rows)]
     values = {name: tuple(row["values"][name] for row in rows) for name in names}
+    values["own_code_share"] = tuple(own)
     slowest = max(values["step_ms"]) * rows[0]["steps"] / 1e3
     samples = sum(row["samples"] for row in rows)
     first = rows[0]
     return Interval(
         first["step"], first["epoch"], first["steps"], samples / slowest if slowest else 0.0, values, facts
     )
+
+
+def _place(message: Mapping[str, Any]) -> tuple[str, float]:
+    """The line that a rank was in most often while it trained, but for data and other ranks; and how often."""
+    training = [each for each in message["lines"] if each[0] not in BETWEEN_STEPS]
+    own = [each for each in training if each[0] not in (DATA, EXCHANGE) and each[1]]
+    if not own:
+        return "", 0.0
+    _, file, line, count = own[0]
+    return line_text(file, line), count / sum(each[3] for each in training)
 
 
 def _lines(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str, int, float]]:

@@ -16,6 +16,8 @@ from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.script.lines import line_text
 from drumline.diagnosis.slowdown import Slowdown
 
+LINE = "host-line"
+"""The code of a slow line of the script."""
 WAIT_WORTH = 0.1
 """Fraction of a step that waits for data, above which it is worth a sentence."""
 INLINE_WORTH = 0.2
@@ -23,8 +25,8 @@ INLINE_WORTH = 0.2
 START_WORTH = 0.05
 LINE_WORTH = 0.1
 """Fraction of a step that one line of the script takes, outside the model."""
-EMPTY = 0.5
-"""Fraction of the requests at which no batch was ready, above which the workers are the limit."""
+TAKING = 0.6
+"""Fraction of the wait for which a batch was ready, above which the workers are not the limit."""
 IDLE_WORKER = 0.4
 """Cores that a worker uses, below which it mostly waits."""
 ON_CORE = 0.1
@@ -52,7 +54,7 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
         yield figures.slowdown("data", head, wait, fix="make batches ahead, in other processes or threads")
     elif not workers:
         yield _inline(figures, head, wait)
-    elif figures.known("queue_empty") and figures.mean("queue_empty") < EMPTY:
+    elif figures.mean("taking_ms") > TAKING * wait:
         fix = "return smaller or fewer tensors from the dataset (uint8 images, converted on the device)"
         text = f"{head}. Batches are ready when the loop asks: taking them over is slow"
         yield figures.slowdown("hand-over", text, wait, fix=fix)
@@ -93,12 +95,12 @@ def slow_line(figures: Figures) -> Iterator[Slowdown]:
         idle = min(cost, figures.mean("late_ms"))
         if idle < least:
             return
-        text = f"{place} stops the host in every step ({ms(cost)}){where}; the GPU then idles {ms(idle)}"
+        text = f"line {place} stops the host in every step ({ms(cost)}){where}; the GPU then idles {ms(idle)}"
         fix = "read values of the device every hundred steps only, and log in the background"
-        yield figures.slowdown("host-line", text, idle, fix=fix)
+        yield figures.slowdown(LINE, text, idle, fix=fix)
         return
-    text = f"{place} takes {ms(cost)} of each step ({percent(cost / figures.step_ms)}){where}"
-    yield figures.slowdown("host-line", text, cost, fix="do it less often, or in the background")
+    text = f"line {place} takes {ms(cost)} of each step ({percent(cost / figures.step_ms)}){where}"
+    yield figures.slowdown(LINE, text, cost, fix="do it less often, or in the background")
 
 
 RULES = (waiting_for_data, loader_start, slow_line)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from drumline.core.account import BETWEEN_STEPS, COMPUTE, DATA, OTHER, PARTS
-from drumline.core.text import counted, percent, rate, wrapped_lines
+from drumline.core.text import percent, rate
 from drumline.diagnosis.evidence import Evidence
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.rules import RULES, data, diagnose
@@ -27,7 +27,9 @@ _SHOWN = 0.005
 
 def diagnose_script(evidence: Evidence) -> list[Slowdown]:
     """Why a loop is slow; empty if nothing stands out."""
-    return [_in_script_words(each) for each in diagnose(evidence, _RULES)]
+    found = [_in_script_words(each) for each in diagnose(evidence, _RULES)]
+    named = any(each.code == rules.LINE for each in found)
+    return [each for each in found if not (named and each.code in _WITHOUT_LINE)]
 
 
 def lines(
@@ -36,11 +38,10 @@ def lines(
     """What a clock prints at the end."""
     if not evidence.intervals:
         return ["drumline clock: no step was timed"]
-    steps = evidence.intervals[-1].step
-    text = f"drumline clock, {counted(steps, 'step')}: {_summary(Figures(evidence))}"
+    text = "drumline clock:"
     if missing:
-        text += f"; without rank {', '.join(map(str, missing))}, which reported nothing"
-    return [*wrapped_lines(text, width, "  "), *verdict_lines(evidence, found, width)]
+        text += f" (without rank {', '.join(map(str, missing))}, which reported nothing)"
+    return [text, *verdict_lines(evidence, found, width)]
 
 
 def progress_line(message: Mapping[str, Any]) -> str:
@@ -75,5 +76,13 @@ def _in_script_words(found: Slowdown) -> Slowdown:
     return replace(found, flag=flag, fix=fix)
 
 
-_ADVICE: dict[str, tuple[str, str]] = {}
+_ADVICE = {
+    "small-batch": ("", "a larger batch, with a learning rate to match"),
+    "threads": ("", "call torch.set_num_threads with the cores of each process"),
+    "cold-start": ("", "keep the data in few large files, or on a local disk"),
+    "launch": ("", "torch.compile the model, capture the step in a CUDA graph, or use a larger batch"),
+    "late-host": ("", "look for .item(), print or files between two steps"),
+}
 """The change and what to do, for findings whose own advice is a setting or a command of Drumline's."""
+_WITHOUT_LINE = ("stall", "late-host", "small-batch")
+"""Findings that say the same as a line that is named."""
