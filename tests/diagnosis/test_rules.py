@@ -51,8 +51,14 @@ HEALTHY = {
     "loop_queued": 0.01,
 }
 FACTS = {
-    "workers": 2, "pool": "threads", "cores": 8, "machine_cores": 8, "local_ranks": 1, "torch_threads": 1,
-    "rank_batch": 256, "machine_memory_mb": 16000.0,
+    "workers": 2,
+    "pool": "threads",
+    "cores": 8,
+    "machine_cores": 8,
+    "local_ranks": 1,
+    "torch_threads": 1,
+    "rank_batch": 256,
+    "machine_memory_mb": 16000.0,
 }
 GPU = {**FACTS, "gpu": "H200", "captured": False, "not_captured": "train.capture = off"}
 
