@@ -43,7 +43,7 @@ COMMAND = Command(
     examples="""
   drumline why runs/photos-resnet50-1
   drumline why runs/photos-resnet50-1 --trace trace.json
-  drumline train runs/photos-resnet50-1/recipe.toml data.workers=8   try what it says
+  drumline train runs/photos-resnet50-1/recipe.toml data.workers=8
 """,
 )
 WIDE = 120

@@ -27,7 +27,8 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     slow = max(range(figures.ranks), key=lambda rank: own[rank])
     usual = median([each for rank, each in enumerate(own) if rank != slow])
     excess = own[slow] - usual
-    if excess < SLOWER * figures.step_ms:
+    worth = max(SLOWER, max(figures.get("loop_queued"))) if figures.machine_is_busy else SLOWER
+    if excess < worth * figures.step_ms:
         return
     parts = {part: _excess(figures, part, slow) for part in HOST_PARTS if part != EXCHANGE}
     part = max(parts, key=lambda name: parts[name])
