@@ -231,6 +231,7 @@ class Clock:
                 "machine_cores": os.cpu_count() or 0,
                 "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", self._peers.size)),
                 "torch_threads": torch.get_num_threads(),
+                "arrays": True,  # so that a loader's processes, which often wait, are not taken for threads
                 "fused": all(each.defaults.get("fused") is True for each in self._optimizers),
                 "eval_samples": counts.evaluated / max(1, counts.evaluations) * self._peers.size,
                 **self._loop.facts,

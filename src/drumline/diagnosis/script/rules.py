@@ -33,7 +33,10 @@ ON_CORE = 0.1
 """Cores that a worker uses, below which they do not limit the number of workers."""
 SPARE_CORE = 0.5
 """Of the cores that another worker needs, what need not be free: workers share."""
-MOST_WORKERS = 32
+PER_CORE = 4
+"""Workers for each core of a rank that are advised at most, although they only wait."""
+TAKE_OVER_MS = 0.5
+"""What it takes the loop at least to get a batch from a worker."""
 
 
 def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
@@ -134,7 +137,7 @@ def _inline(figures: Figures, head: str, wait: float) -> Slowdown:
     if not wanted:
         fix = "all cores are busy: make samples cheaper, or do once what is the same in each epoch"
         return figures.slowdown("decode", text, wait, fix=fix)
-    after = max(figures.step_ms - wait, wait / wanted, _cores_ms(figures))
+    after = max(figures.step_ms - wait + TAKE_OVER_MS, wait / wanted, _cores_ms(figures))
     return figures.slowdown(
         "workers", text, figures.step_ms - after, f"DataLoader(num_workers={wanted}, persistent_workers=True)"
     )
@@ -165,7 +168,7 @@ def _workers(figures: Figures, making: float, on_core: float, now: int) -> int:
     wait = figures.mean("host_data_ms")
     target = max(figures.step_ms - wait, 1e-9)
     needed = math.ceil(max(1, now) * making / target) - now
-    needed = max(0, min(needed, MOST_WORKERS - now))
+    needed = max(0, min(needed, PER_CORE * max(1, figures.cores // figures.local_ranks) - now))
     if on_core < ON_CORE:
         return needed  # they wait, for a disk or a network
     # The core on which the loop made the batches is free when workers make them.
