@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from drumline.core.account import EXCHANGE
+from drumline.core.account import DATA, EXCHANGE
 from drumline.core.text import percent
 from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
 from drumline.diagnosis.rules.host import own_line
@@ -38,16 +38,14 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     )
     if where := own_line(figures, slow):
         text += f", in {where}"
-    fix = {
-        "data": "look at the disk and the cores of its machine",
-        "log": "rank 0 alone writes: write less often, and not in the step",
-        "evaluation": "let all ranks take part",
-    }.get(
-        part,
-        "look for what only rank 0 does, such as logging, printing or saving"
-        if slow == 0
-        else "look for other programs on its machine or GPU, and for lower clocks",
-    )
+    if part == DATA:
+        fix = "look at the disk and the cores of its machine"
+    elif slow == 0:
+        fix = "look for what only rank 0 does, such as logging, printing or saving"
+    elif where:
+        fix = "look at what this rank alone does there"
+    else:
+        fix = "look for other programs on its machine or GPU, and for lower clocks"
     yield figures.slowdown("rank-0" if slow == 0 else "slow-rank", text, excess, fix=fix)
 
 

@@ -69,7 +69,7 @@ def guards(figures: Figures) -> Iterator[Slowdown]:
 def stalled(figures: Figures) -> Iterator[Slowdown]:
     """The loop sleeps inside a step: it waits for something that is neither data nor another process. On a GPU the
     host may wait for the device."""
-    if figures.on_gpu or not figures.known("loop_cores", "loop_queued"):
+    if figures.on_gpu:
         return
     stall = min(stalled_ms(figures, rank) for rank in range(figures.ranks))
     if not _stalls(figures):
@@ -193,6 +193,8 @@ def _stalls(figures: Figures) -> bool:
 def stalled_ms(figures: Figures, rank: int) -> float:
     """How long this rank's loop sleeps in a step without a known reason: what is left of the whole time without its
     time on a core and in the queue for one, and without all that may sleep with a reason."""
+    if not figures.known("loop_cores", "loop_queued"):
+        return 0.0
     wall = figures.whole.walls[rank]
     awake = figures.get("loop_cores")[rank] + figures.get("loop_queued")[rank]
     asleep = wall * (1 - min(1.0, awake))
