@@ -231,6 +231,7 @@ NOT_TORCH = {
     "_exit",
     "_fields",
     "_getframe",
+    "_replace",
     "_run_exitfuncs",
 }
 """Private or underscored names of the standard library."""

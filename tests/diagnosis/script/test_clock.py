@@ -80,8 +80,8 @@ def test_a_tiny_batch_is_named() -> None:
 def test_only_the_first_rank_prints() -> None:
     outcome = planted("healthy", 2)
     assert outcome.codes == [0, 0], outcome.err
-    assert "drumline clock:" in outcome.err[0]
-    assert "drumline clock" not in outcome.err[1]
+    assert "drumline.clock:" in outcome.err[0]
+    assert "drumline.clock" not in outcome.err[1]
 
 
 def test_times_are_taken_before_the_exchange_so_the_slow_rank_shows() -> None:

@@ -37,8 +37,8 @@ def lines(
 ) -> list[str]:
     """What a clock prints at the end."""
     if not evidence.intervals:
-        return ["drumline clock: no step was timed"]
-    text = "drumline clock:"
+        return ["drumline.clock: no step was timed"]
+    text = "drumline.clock:"
     if missing:
         text += f" (without rank {', '.join(map(str, missing))}, which reported nothing)"
     return [text, *verdict_lines(evidence, found, width)]
@@ -48,9 +48,9 @@ def progress_line(message: Mapping[str, Any]) -> str:
     """One line on one rank, up to now."""
     evidence = evidence_of([message])
     if not evidence.intervals:
-        return "drumline clock: no step was timed yet"
+        return "drumline.clock: no step was timed yet"
     found = diagnose_script(evidence)
-    step = f"drumline clock, step {evidence.intervals[-1].step:,}: {_summary(Figures(evidence))}"
+    step = f"drumline.clock, step {evidence.intervals[-1].step:,}: {_summary(Figures(evidence))}"
     return f"{step}; {found[0].code}: {found[0].flag or found[0].fix}" if found else step
 
 
