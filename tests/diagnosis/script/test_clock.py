@@ -186,17 +186,26 @@ def test_accumulation_and_amp_count_a_step_for_each_update() -> None:
     loader, model, optimizer = parts()
     scaler = torch.amp.GradScaler("cpu")
     with drumline.clock(loader, model, optimizer, report=False) as clock:
-        loop(loader, model, optimizer, scaler=scaler)
         for number, (inputs, labels) in enumerate(loader):
             nn.functional.cross_entropy(model(inputs), labels).backward()
             if number % 4 == 3:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+        loop(loader, model, optimizer, scaler=scaler)
     intervals = clock.verdict().evidence.intervals
     assert intervals[-1].step == 25
     samples = sum(each.images_per_s * max(each.get("step_ms")) * each.steps / 1e3 for each in intervals)
     assert samples == pytest.approx(160, rel=1e-6)
+
+
+def test_a_replayed_graph_which_calls_nothing_counts_a_step_for_each_batch() -> None:
+    loader, model, optimizer = parts()
+    with drumline.clock(loader, model, optimizer, report=False) as clock:
+        loop(loader, model, optimizer, steps=2)
+        for _inputs, _labels in loader:
+            time.sleep(0.001)
+    assert clock.verdict().evidence.intervals[-1].step == 22
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:

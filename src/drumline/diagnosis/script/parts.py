@@ -8,10 +8,10 @@ the model with gradients.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -97,12 +97,14 @@ class LoopParts(Listener):
         self.arrived: Callable[[], object] = lambda: None
         self._loaders, self._model, self._clock, self._parts = loaders, model, clock, parts
         self._begins, self._stepped = began, stepped
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         """Passes over the loaders that are trained on."""
         self._fetching: Any = None
         """The iterator that was asked for a batch and has not answered."""
-        self._evaluating = self._began = self._in_step = self._hooked = False
+        self._evaluating = self._began = self._in_step = False
+        self._used = True
+        """Whether the model, backward or an optimizer was called since the last batch."""
         self._outside: list[str] = []
         """The parts that saving and collectives have interrupted."""
         self._handles: list[RemovableHandle] = []
@@ -159,14 +161,15 @@ class LoopParts(Listener):
 
     def waits(self) -> None:
         """The loop asks for a batch to train on."""
-        if self.counts.batches and not self._hooked:
-            self._step()  # neither model nor optimizer is called: a graph is replayed
+        if not self._used:
+            self._step()  # a graph is replayed, which calls nothing
         self._trains(DATA)
         self.queue.asks()
         self.asked()
 
     def received(self, batch: Any) -> None:
         """It has one."""
+        self._used = False
         self.arrived()
         self.queue.receives()
         samples = samples_in(batch)
@@ -187,6 +190,7 @@ class LoopParts(Listener):
     # The step.
 
     def backward_begins(self, roots: Any) -> None:
+        self._used = True
         if not self._evaluating and not self._elsewhere:
             self._parts.enter(BACKWARD)
 
@@ -253,6 +257,7 @@ class LoopParts(Listener):
         return torch.is_grad_enabled() and (self._model.training or not self._evaluating)
 
     def _begin_step(self) -> None:
+        self._used = True
         self._trains(None)
         if not self._in_step and not self._elsewhere and not capturing():
             self._in_step = True
@@ -263,7 +268,7 @@ class LoopParts(Listener):
             self._parts.enter(EXCHANGE)
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._hooked = True
+        self._used = True
         if not self._elsewhere:
             self._trains(OPTIMIZER)
 
@@ -291,7 +296,7 @@ class LoopParts(Listener):
     @property
     def _elsewhere(self) -> bool:
         """Whether this is another thread than the loop's."""
-        return threading.get_ident() != self._thread
+        return get_ident() != self._thread
 
     def _trains_on(self, loader: Any) -> bool:
         return any(loader is one for one in self._loaders)
