@@ -20,6 +20,8 @@ from drumline.parallel.world import World
 
 FIRST_S, EVERY_S = 8.0, 30.0
 """Seconds of steps before the first line of times, and between two later ones, if no evaluation comes first."""
+MANY = 8
+"""Ranks above which lines, which have a column for each, come less often."""
 LEAST_STEPS = 4
 """Steps of an interval that ends before an evaluation."""
 PLACE = 56
@@ -58,7 +60,7 @@ class IntervalTimes:
         if not seconds_per_step:
             return False
         if not self._next:
-            seconds = FIRST_S if not self._written else EVERY_S
+            seconds = EVERY_S * max(1.0, self._world.size / MANY) if self._written else FIRST_S
             self._next = done + max(LEAST_STEPS, int(seconds / seconds_per_step))
         return done >= self._next
 
@@ -103,7 +105,9 @@ class IntervalTimes:
             return None
         self._pending = None
         values, places = pending.values()
-        found: dict[str, Any] = {name: list(row) for name, row in values.items() if any(row)}
+        found: dict[str, Any] = {
+            name: [float(f"{value:.5g}") for value in row] for name, row in values.items() if any(row)
+        }
         if any(places):
             found["own_code"] = list(places)
         return pending.step, {"steps": pending.steps, **found, **self.facts}

@@ -11,7 +11,7 @@ from drumline.diagnosis.evidence import Interval, merged
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
-COLD_WORTH, COLD_TIMES = 0.05, 1.3
+COLD_WORTH, COLD_TIMES = 0.05, 1.5
 """A cold start is worth a sentence if it cost this fraction of all the time, and was this many times slower."""
 DECAYED = 1.15
 """A step at the end takes this many times what it took at the beginning."""
