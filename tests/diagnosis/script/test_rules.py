@@ -110,6 +110,17 @@ def test_only_intervals_that_all_ranks_have_count() -> None:
     assert evidence.intervals[0].images_per_s == pytest.approx(1280.0)
 
 
+def test_rules_compare_a_few_long_intervals_with_all_steps() -> None:
+    long = message({"workers": 4}, **USED)
+    row = long["intervals"][0]
+    long["intervals"] = [{**row, "step": step, "steps": 10} for step in range(10, 1010, 10)]
+    intervals = evidence_of([long]).intervals
+    assert intervals[0].step == 10, "the first steps stay apart"
+    assert 5 <= len(intervals) <= 13
+    assert sum(each.steps for each in intervals) == 1000
+    assert intervals[-1].step == 1000
+
+
 def test_progress_is_one_line() -> None:
     text = progress_line(message({"workers": 0}, host_data_ms=80.0, data_cpu_ms=80.0, **USED))
     assert text.startswith("drumline.clock, step 30: 640 img/s, 100 ms per step: ")

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drumline.core.account import BETWEEN_STEPS, DATA, EXCHANGE
-from drumline.diagnosis.evidence import Evidence, Interval
+from drumline.diagnosis.evidence import Evidence, Interval, merged
 from drumline.diagnosis.script.lines import line_text
 
+LEAST_S, MOST_INTERVALS = 5.0, 12
+"""Seconds of an interval at least, and intervals at most, that the rules compare."""
 MOST_LINES = 64
 """Lines of source that a rank reports."""
 
@@ -30,7 +32,20 @@ def evidence_of(messages: Sequence[Mapping[str, Any] | None]) -> Evidence:
     for key in rows[0]:
         if all(key in each for each in rows):
             intervals.append(_interval([each[key] for each in rows], facts, [share for _, share in places]))
-    return Evidence(intervals)
+    return Evidence([*intervals[:1], *_joined(intervals[1:])])
+
+
+def _joined(intervals: Sequence[Interval]) -> list[Interval]:
+    """Fewer and longer ones: in a short one, a pass that begins looks as if training became slower."""
+    least = max(LEAST_S, sum(each.seconds for each in intervals) / MOST_INTERVALS)
+    groups: list[list[Interval]] = [[]]
+    for each in intervals:
+        if sum(one.seconds for one in groups[-1]) >= least:
+            groups.append([])
+        groups[-1].append(each)
+    if len(groups) > 1 and sum(one.seconds for one in groups[-1]) < least:
+        groups[-2] += groups.pop()
+    return [merged(group) for group in groups if group]
 
 
 def _interval(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], own: Sequence[float]) -> Interval:
