@@ -277,6 +277,19 @@ def test_a_loader_that_fails_is_no_endless_wait_for_data() -> None:
         assert clock._parts.present[1] == "other"
 
 
+def test_a_verdict_that_fails_does_not_end_the_script(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise ZeroDivisionError("0 steps")
+
+    monkeypatch.setattr("drumline.diagnosis.script.verdict.diagnose_script", fail)
+    loader, model, optimizer = parts()
+    with drumline.clock(loader, model, optimizer):
+        loop(loader, model, optimizer)
+    assert "no verdict, because of ZeroDivisionError: 0 steps" in capsys.readouterr().err
+
+
 def test_what_cannot_be_timed_is_refused_with_a_fix() -> None:
     loader, model, _ = parts()
     with pytest.raises(drumline.UserError, match=r"fix: drumline\.clock\(loader, model, optimizer\)"):

@@ -44,7 +44,8 @@ def _joined(intervals: Sequence[Interval]) -> list[Interval]:
             groups.append([])
         groups[-1].append(each)
     if len(groups) > 1 and sum(one.seconds for one in groups[-1]) < least:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1] += last
     return [merged(group) for group in groups if group]
 
 
