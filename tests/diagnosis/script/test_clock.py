@@ -74,7 +74,7 @@ def test_evaluations_are_no_wait_for_data() -> None:
 
 
 def test_a_tiny_batch_is_named() -> None:
-    assert "small-batch" in [each["code"] for each in verdict_of("tiny-batch")]
+    assert "small-batch" in [each["code"] for each in verdict_of("tiny-batch", steps=600)]
 
 
 def test_only_the_first_rank_prints() -> None:
@@ -193,10 +193,8 @@ def test_accumulation_and_amp_count_a_step_for_each_update() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         loop(loader, model, optimizer, scaler=scaler)
-    intervals = clock.verdict().evidence.intervals
-    assert intervals[-1].step == 25
-    samples = sum(each.images_per_s * max(each.get("step_ms")) * each.steps / 1e3 for each in intervals)
-    assert samples == pytest.approx(160, rel=1e-6)
+    assert clock.verdict().evidence.intervals[-1].step == 25
+    assert clock._loop.counts.samples == 160
 
 
 def test_a_replayed_graph_which_calls_nothing_counts_a_step_for_each_batch() -> None:

@@ -227,7 +227,6 @@ class Clock:
 
     def _message(self) -> dict[str, Any]:
         """What this rank reports."""
-        counts = self._loop.counts
         return {
             "intervals": self._history.rows(),
             "lines": self._lines.most(ranks.MOST_LINES),
@@ -240,7 +239,7 @@ class Clock:
                 "torch_threads": torch.get_num_threads(),
                 "arrays": True,  # so that a loader's processes, which often wait, are not taken for threads
                 "fused": all(each.defaults.get("fused") is True for each in self._optimizers),
-                "eval_samples": counts.evaluated / max(1, counts.evaluations) * self._peers.size,
+                "evaluated": self._loop.counts.evaluated,
                 **self._loop.facts,
             },
         }

@@ -56,7 +56,6 @@ class Counts:
     batches: int = 0
     evaluated: int = 0
     """Samples in all evaluations."""
-    evaluations: int = 0
     passes: int = 0
     """Passes over the loader that have ended."""
     step_of_pass: int = 0
@@ -315,6 +314,5 @@ class LoopParts(Listener):
 
     def _evaluates(self) -> None:
         if self._began:
-            self.counts.evaluations += not self._evaluating
             self._evaluating = True
             self._parts.enter(EVALUATION)

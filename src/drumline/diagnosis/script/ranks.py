@@ -27,12 +27,21 @@ def evidence_of(messages: Sequence[Mapping[str, Any] | None]) -> Evidence:
         return Evidence([])
     rows = [{(row["step"], row["steps"]): row for row in each["intervals"]} for each in known]
     places = [_place(each) for each in known]
-    facts = {**known[0]["facts"], "lines": _lines(known), "own_code": [place for place, _ in places]}
+    facts: dict[str, Any] = {
+        **known[0]["facts"],
+        "lines": _lines(known),
+        "own_code": [place for place, _ in places],
+    }
     intervals = []
     for key in rows[0]:
         if all(key in each for each in rows):
             intervals.append(_interval([each[key] for each in rows], facts, [share for _, share in places]))
-    return Evidence([*intervals[:1], *_joined(intervals[1:])])
+    intervals = [*intervals[:1], *_joined(intervals[1:])]
+    evaluating = sum(max(each.get("host_evaluation_ms")) > 0 for each in intervals)
+    if evaluating:  # what the rules take for the size of one evaluation: that of an interval
+        evaluated = sum(each["facts"].get("evaluated", 0) for each in known)
+        facts["eval_samples"] = evaluated / evaluating
+    return Evidence(intervals)
 
 
 def _joined(intervals: Sequence[Interval]) -> list[Interval]:
