@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,18 @@ def test_the_steps_of_a_window_are_the_same_on_all_ranks_and_at_the_same_time(ru
         assert abs(one["ts"] + one["dur"] - other["ts"] - other["dur"]) < 0.5e6
     parts = {each["name"] for each in slices(events, 0, STEPS)}
     assert {"data", "forward", "backward", "exchange", "optimizer", "log"} <= parts
+
+
+@pytest.mark.slow
+def test_a_damaged_record_is_an_error_with_a_fix(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "trace.jsonl").write_text('{"kind":"window","step":5}\n')
+    done = drumline("why", "copy", "--trace", "out.json", folder=tmp_path)
+    assert done.returncode == 2
+    assert "has a record that cannot be read" in done.stderr
+    assert "fix: remove" in done.stderr
+    assert not (tmp_path / "out.json").exists()
 
 
 def times(at: float, **more: Any) -> dict[str, Any]:

@@ -87,7 +87,14 @@ def _write_trace(run: Path, file: Path) -> str:
     from drumline.diagnosis.trace import read_records, trace_json
 
     try:
-        write_output(file, trace_json(read_records(run)))
+        content = trace_json(read_records(run))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{run} has a record that cannot be read ({type(error).__name__}: {error})",
+            "remove the damaged line from its metrics.jsonl, or its trace.jsonl as a whole",
+        ) from error
+    try:
+        write_output(file, content)
     except OSError as error:
         raise UserError(
             f"cannot write {file}: {error.strerror or error}", "free space, or give another --trace"
