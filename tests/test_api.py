@@ -24,6 +24,7 @@ NAMES = {
         "UserError",
         "__version__",
         "checkpoints",
+        "clock",
         "create_model",
         "distill",
         "evaluate",

@@ -7,6 +7,7 @@ The command line is `drumline`. From Python:
     export_model                         exports a verified model for other programs
     open_feed                            exact pixels at full speed, for any training loop
     guard, GuardError                    finds silent mistakes in any training loop
+    clock                                says where the time of any training loop goes, and what would help
     checkpoints                          save, verify and load, for any training loop
     resize                               Pillow's resize, whatever Pillow is installed
     UserError                            an error that the user can fix
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from drumline.core.errors import UserError as UserError
     from drumline.data.feed.open import open_feed as open_feed
     from drumline.data.image.resize import resize as resize
+    from drumline.diagnosis.script.clock import clock as clock
     from drumline.guards.finding import GuardError as GuardError
     from drumline.guards.script.watch import guard as guard
     from drumline.inference.export.export import export_model as export_model
@@ -44,6 +46,7 @@ _HOMES = {
     "GuardError": "drumline.guards.finding",
     "Recipe": "drumline.config.recipe",
     "UserError": "drumline.core.errors",
+    "clock": "drumline.diagnosis.script.clock",
     "create_model": "drumline.models.registry",
     "distill": "drumline.api",
     "evaluate": "drumline.api",

@@ -96,6 +96,14 @@ def _iterator() -> bool:
     return hasattr(loader, "_iterator") and loader._iterator is None
 
 
+def _worker_iterator() -> bool:
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    written = set(_MultiProcessingDataLoaderIter.__init__.__code__.co_names)
+    base = set(_MultiProcessingDataLoaderIter.__base__.__init__.__code__.co_names)
+    return {"_workers", "_data_queue"} <= written and "_persistent_workers" in base
+
+
 def _module_hooks() -> bool:
     model = nn.Linear(1, 1)
     model.register_forward_pre_hook(lambda module, given: None)
@@ -197,6 +205,9 @@ PRIVATE: dict[str, tuple[str, Callable[[], bool]]] = {
     "_get_active_ddp_module": ("whether a forward runs inside DDP's", _ddp),
     "_join_config": ("whether DDP's join context is active", _ddp),
     "_optimizer_step_pre_hooks": ("whether an optimizer has hooks of its own", _optimizer_hooks),
+    "_workers": ("the processes of a loader, whose CPU time is read", _worker_iterator),
+    "_data_queue": ("whether a batch was ready when the loop asked for it", _worker_iterator),
+    "_persistent_workers": ("whether a loader starts its workers again for each pass", _worker_iterator),
     "_schedulers": ("the schedulers inside another", _schedulers),
     "_get_default_store": ("the store of a script's own process group", _default_store),
     "_cdata": ("a number that identifies a storage; data_ptr() is 0 for a fake tensor", _storage),
@@ -220,6 +231,7 @@ NOT_TORCH = {
     "_exit",
     "_fields",
     "_getframe",
+    "_replace",
     "_run_exitfuncs",
 }
 """Private or underscored names of the standard library."""

@@ -370,3 +370,21 @@ def test_a_step_that_raised_loses_no_event() -> None:
     _step(timer, device, 20.0)
     device.catch_up()
     assert timer.mean().compute_s == pytest.approx(0.02)
+
+
+def test_before_a_loop_asks_for_a_batch_the_host_is_late_and_the_copy_stays_data() -> None:
+    device = Device()
+    timer = _timer(device, sample_every=1)
+    timer.resume()
+    for _ in range(4):
+        asked, arrived, ready = device.event(), device.event(), device.event()
+        for event, ms in ((asked, 6.0), (arrived, 3.0), (ready, 2.0)):  # logging, waiting, copying
+            device.compute(ms)
+            event.record(None)
+        events = BatchEvents(arrived, ready, asked)
+        timer.begin(lambda events=events: events)
+        device.compute(20.0)
+        timer.end()
+        device.catch_up()
+    found = timer.mean()
+    assert (found.late_s, found.data_s, found.copy_s) == pytest.approx((0.006, 0.005, 0.002))

@@ -406,3 +406,18 @@ def _wait_until(condition: Any, seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.01)
+
+
+def test_the_trace_has_complete_lines_and_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drumline.observe.run_log.TRACE_BYTES", 100)
+    line = '{"kind":"window","step":5,"rank":0}\n'
+    with RunLog(tmp_path).begin() as run_log:
+        run_log.trace([line])
+    with (tmp_path / "trace.jsonl").open("a") as file:
+        file.write('{"kind":"wind')  # killed while it was written
+    with RunLog(tmp_path).begin(keep_until_step=2) as run_log:
+        run_log.trace([line])
+        run_log.trace([line])
+    assert (tmp_path / "trace.jsonl").read_text() == 2 * line, "what happened stays; the third has no room"

@@ -10,6 +10,7 @@ from shutil import get_terminal_size
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.core.errors import UserError
+from drumline.core.files import check_output, write_output
 from drumline.core.text import message, print_result
 
 
@@ -19,11 +20,14 @@ class Options:
 
     run: str
     """A run folder."""
+    trace: str = ""
+    """Also write everything that the run recorded to this .json file, which ui.perfetto.dev and chrome://tracing
+    open: docs/clock.md."""
 
 
 COMMAND = Command(
     name="why",
-    usage="RUN",
+    usage="RUN [--trace FILE]",
     about="""
         Report why a run is slow, the most expensive reason first, each with the numbers that
         show it, the time that a change is predicted to save, and the setting to change.
@@ -38,6 +42,7 @@ COMMAND = Command(
     options=Options,
     examples="""
   drumline why runs/photos-resnet50-1
+  drumline why runs/photos-resnet50-1 --trace trace.json
   drumline train runs/photos-resnet50-1/recipe.toml data.workers=8
 """,
 )
@@ -56,6 +61,8 @@ def main(argv: list[str]) -> int:
     run = Path(options.run)
     if not run.is_dir():
         raise UserError(f"there is no run {run}", "`drumline runs` lists the runs")
+    if options.trace:
+        check_output("--trace", Path(options.trace))
     evidence = read_evidence(run)
     if not evidence.intervals:
         state = summarize(run).state
@@ -69,5 +76,28 @@ def main(argv: list[str]) -> int:
     width = min(get_terminal_size().columns, WIDE) if sys.stdout.isatty() else WIDE
     for line in verdict_lines(evidence, found, width):
         print(message(line))
-    print_result({"run": str(run), "findings": [each.as_dict() for each in found]})
+    result = {"run": str(run), "findings": [each.as_dict() for each in found]}
+    if options.trace:
+        result["trace"] = _write_trace(run, Path(options.trace))
+    print_result(result)
     return 0
+
+
+def _write_trace(run: Path, file: Path) -> str:
+    from drumline.diagnosis.trace import read_records, trace_json
+
+    try:
+        content = trace_json(read_records(run))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{run} has a record that cannot be read ({type(error).__name__}: {error})",
+            "remove the damaged line from its metrics.jsonl, or its trace.jsonl as a whole",
+        ) from error
+    try:
+        write_output(file, content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {file}: {error.strerror or error}", "free space, or give another --trace"
+        ) from error
+    print(f"\ntrace written to {file}: open it in https://ui.perfetto.dev")
+    return str(file)

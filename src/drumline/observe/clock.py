@@ -145,6 +145,8 @@ class BatchEvents(NamedTuple):
     """Its copy began."""
     ready: _Event | None = None
     """It was on the device."""
+    asked: _Event | None = None
+    """The loop asked for it, if it asks only then: before, the host was late."""
 
 
 NO_EVENTS = BatchEvents()
@@ -217,6 +219,8 @@ class _Sample:
             data = min(max(self.before.elapsed_time(self.batch.ready), 0.0), gap)
         if self.batch.arrived is not None:
             copy = max(0.0, data - max(self.before.elapsed_time(self.batch.arrived), 0.0))
+        if self.batch.asked is not None:
+            data -= min(max(self.before.elapsed_time(self.batch.asked), 0.0), data - copy)
         parts: dict[str, float] = {}
         for (name, event), (_, after) in pairwise([*self.marks, ("", self.end)]):
             parts[name] = parts.get(name, 0.0) + event.elapsed_time(after) * 1e-3

@@ -1,4 +1,5 @@
-"""The log of a run: metrics.jsonl, log.txt, fingerprints.txt, and what trackers get. No other module writes them.
+"""The log of a run: metrics.jsonl, log.txt, fingerprints.txt, trace.jsonl, and what trackers get. No other module
+writes them.
 
 Promises: the training loop never waits for a file; one background thread does all file work. Every line of
 metrics.jsonl is complete, valid JSON, and a resumed run has no line twice. While the disk is full, lines wait in
@@ -28,6 +29,9 @@ from drumline.state.chain import FILE as FINGERPRINTS
 from drumline.state.chain import repair_chain
 
 METRICS = "metrics.jsonl"
+TRACE = "trace.jsonl"
+TRACE_BYTES = 16 << 20
+"""A larger trace gets no more lines: a run that is resumed often stays small."""
 SCALARS_KEPT = 10_000
 """Metrics that may wait for trackers. Beyond this, trackers miss metrics; the log says how many."""
 LINES_KEPT = 100_000
@@ -63,8 +67,9 @@ class RunLog:
         self._trackers = Trackers(trackers if folder is not None else (), self._log)
         self._ended: tuple[str, Mapping[str, float]] = ("failed", {})
         self._changed = threading.Condition()
-        self._metrics, self._text, self._records = (_LogFile(n) for n in (METRICS, LOG, FINGERPRINTS))
-        self._files = (self._metrics, self._text, self._records)
+        names = (METRICS, LOG, FINGERPRINTS, TRACE)
+        self._metrics, self._text, self._records, self._trace = self._files = [_LogFile(n) for n in names]
+        self._trace_bytes = 0
         self.chain = ""
         """The chain value before the next record of fingerprints."""
         self._scalars: deque[_Scalars] = deque()
@@ -96,6 +101,9 @@ class RunLog:
         if folder is None or not self._waiting:
             return self
         repaired = repair(folder / METRICS, keep_until_step)
+        repair(folder / TRACE, None)  # what happened, also in steps that are taken again
+        if (folder / TRACE).exists():
+            self._trace_bytes = (folder / TRACE).stat().st_size
         try:
             self.chain, damage = repair_chain(folder / FINGERPRINTS, keep_until_step)
         except OSError as error:
@@ -155,6 +163,14 @@ class RunLog:
             self._raise_error()
             self._records.lines.append(text)
             self.chain = chain
+
+    def trace(self, lines: Sequence[str]) -> None:
+        """Adds complete lines to trace.jsonl. Returns at once."""
+        size = sum(map(len, lines))
+        if self._folder is not None and self._trace_bytes + size <= TRACE_BYTES:
+            self._trace_bytes += size
+            with self._changed:
+                self._trace.lines.extend(lines)
 
     def log(self, text: str, show: bool = True) -> None:
         """Adds a line with the time to log.txt, and displays it at once unless `show` is false."""

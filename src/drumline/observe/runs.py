@@ -19,7 +19,7 @@ from typing import Any
 from drumline.config.toml import flat_recipe
 from drumline.core import lock
 from drumline.core.files import CorruptError, read_small
-from drumline.observe.run_log import METRICS
+from drumline.observe.run_log import METRICS, TRACE
 from drumline.observe.text_log import FAILED, FINISHED, LOG, STARTED, STOPPED
 
 _MAX_BYTES = 1 << 28
@@ -168,14 +168,7 @@ def repeats(runs: Sequence[RunSummary], field: str = "run.seed") -> list[list[Ru
 def _sections(text: str) -> tuple[float, float, str]:
     """When the log begins, how many seconds its processes ran, and how the last of them ended."""
     began, first, last, seconds, state = math.nan, math.nan, math.nan, 0.0, "killed"
-    for line in text.splitlines():
-        if not line[:1].isdigit():
-            continue
-        stamp, _, message = line.partition("  ")
-        try:
-            now = time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
-        except ValueError:
-            continue
+    for now, message in _entries(text):
         if message.startswith(STARTED):
             seconds += 0.0 if math.isnan(first) else last - first
             began = now if math.isnan(began) else began
@@ -183,6 +176,28 @@ def _sections(text: str) -> tuple[float, float, str]:
         state = next((name for opening, name in _ENDS.items() if message.startswith(opening)), state)
         last = now
     return began, seconds if math.isnan(first) else seconds + last - first, state
+
+
+def _entries(text: str) -> Iterator[tuple[float, str]]:
+    """The entries of a log.txt: seconds since 1970, by this machine's time zone, and the first line of the text."""
+    for line in text.splitlines():
+        if not line[:1].isdigit():
+            continue
+        stamp, _, message = line.partition("  ")
+        try:
+            yield time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S")), message
+        except ValueError:
+            continue
+
+
+def log_entries(path: Path) -> list[tuple[float, str]]:
+    """The entries of a run's log.txt."""
+    return list(_entries(_read(path / LOG)))
+
+
+def window_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's trace.jsonl that are complete."""
+    return [line for line in map(_parsed, _read(path / TRACE).splitlines()) if line]
 
 
 def metric_lines(path: Path) -> list[dict[str, Any]]:

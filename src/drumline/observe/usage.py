@@ -32,15 +32,15 @@ class Usage:
     switches: int
     """How often a thread of this process had to leave its core to another one."""
     loop_s: tuple[float, float] | None
-    """The calling thread's seconds on a core, and in the queue for one."""
+    """The loop's thread: its seconds on a core, and in the queue for one."""
     queued_s: float | None
     """The seconds that this process's threads waited for a core, added up."""
     free_memory_bytes: int
     """Of the machine: what is not used, and what the page cache could give back."""
 
     @staticmethod
-    def now() -> Usage:
-        """Called by the thread whose `loop_s` it is to have."""
+    def now(loop: int | None = None) -> Usage:
+        """Now. `loop`: the native id of the thread whose `loop_s` it is to have; the caller's if it is not given."""
         process = psutil.Process()
         everywhere = psutil.cpu_times()
         busy = sum(everywhere) - everywhere.idle - getattr(everywhere, "iowait", 0.0)
@@ -70,7 +70,7 @@ class Usage:
             descriptors,
             threads,
             switches,
-            _scheduled(threading.get_native_id()),
+            _scheduled(loop or threading.get_native_id()),
             _queued_s(),
             psutil.virtual_memory().available,
         )

@@ -15,6 +15,7 @@ from time import perf_counter
 from traceback import format_exception
 from typing import Any
 
+from drumline.core.account import account
 from drumline.core.errors import UserError
 from drumline.core.host_copy import HostCopy
 from drumline.core.text import loss_text
@@ -24,6 +25,7 @@ from drumline.observe.clock import BatchEvents, StepClock, StepTimes
 from drumline.observe.display import Display, Progress
 from drumline.observe.run_log import RunLog
 from drumline.observe.sampler import Sampler
+from drumline.observe.windows import StepWindows
 from drumline.parallel.world import World
 from drumline.training.interval import IntervalTimes
 from drumline.training.metrics import Metric, Score, describe
@@ -73,6 +75,7 @@ class RunReporter:
         """The step and the time from which the speed on the display is measured."""
         self._requested: dict[int, tuple[StepTimes, float]] = {}
         self.interval = IntervalTimes(world, feed, sampler)
+        self.windows = StepWindows(world.rank, {"host": account, "feed": feed.account})
         self.clock.batch_events = lambda: BatchEvents(feed.arrived, feed.ready)
         self._trained_s: list[tuple[int, float]] = []
         """Steps and seconds of the intervals since the last evaluation."""
@@ -84,12 +87,14 @@ class RunReporter:
         self.display.begin(self.total, done, self.total / self.per_epoch)
         self.clock.begin()
         self.interval.begin()
+        self.windows.begin(done)
         self.pause(done)
 
     def step_done(self, done: int, rate: float, due: Due, seconds_per_step: float) -> None:
         """Called by all ranks after every step, with the same arguments. Logs the steps since the previous line if
         that is due, and moves the bar by what the host knows."""
         self.step = done
+        self.windows.step_done(done)
         self._log_times()
         interval_due = not due.evaluation and self.interval.due(done, seconds_per_step)
         if due.log:
@@ -152,6 +157,8 @@ class RunReporter:
         if self.trend and (warning := self.trend.accuracy(done, score.correct, score.samples)):
             self.run_log.log(warning)
         self._end_interval(done, wait=True)
+        self._log_window()
+        self.windows.begin(done)
         self.pause(done)
 
     def pause(self, done: int) -> None:
@@ -186,6 +193,7 @@ class RunReporter:
     def stopped(self, done: int) -> None:
         """Logs the times since the last evaluation, if a run ends without one."""
         self._end_interval(done, wait=True)
+        self._log_window()
 
     def _end_interval(self, done: int, wait: bool = False) -> None:
         """Requests the times since the last interval. An evaluation waits for them, and the speed of the run is that
@@ -198,6 +206,12 @@ class RunReporter:
             steps, seconds = map(sum, zip(*self._trained_s, strict=True))
             self.images_per_s = self.batch * steps / max(seconds, 1e-9)
             self._trained_s = []
+
+    def _log_window(self) -> None:
+        """Every rank has a window of the same steps, or none has."""
+        window = self.windows.take()
+        if window:
+            self.run_log.trace(self.world.all_gather_object(window))
 
     def _log_times(self, wait: bool = False) -> None:
         arrived = self.interval.arrived(wait)

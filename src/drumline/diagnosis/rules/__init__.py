@@ -9,7 +9,8 @@ from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.rules import between, change, data, device, exchange, host
 from drumline.diagnosis.slowdown import Slowdown, ranked
 
-RULES: tuple[Callable[[Figures], Iterable[Slowdown]], ...] = (
+Rule = Callable[[Figures], Iterable[Slowdown]]
+RULES: tuple[Rule, ...] = (
     *data.RULES,
     *host.RULES,
     *exchange.RULES,
@@ -19,9 +20,9 @@ RULES: tuple[Callable[[Figures], Iterable[Slowdown]], ...] = (
 )
 
 
-def diagnose(evidence: Evidence) -> list[Slowdown]:
+def diagnose(evidence: Evidence, rules: Iterable[Rule] = RULES) -> list[Slowdown]:
     """Why this is slow: the largest predicted saving first. Empty if nothing stands out."""
     if not evidence.intervals:
         return []
     figures = Figures(evidence)
-    return ranked(found for rule in RULES for found in rule(figures))
+    return ranked(found for rule in rules for found in rule(figures))

@@ -26,6 +26,7 @@ from drumline.guards.script.losses import Losses
 from drumline.guards.script.nonfinite import IMMEDIATE_STEPS, HiddenNaN
 from drumline.guards.script.parameters import Parameters, Probes, capturing, held_by
 from drumline.guards.script.peers import Peers, Reporter
+from drumline.guards.script.taps import Listener
 
 FIRST_STEPS = 3
 _LABEL_STEPS = 12
@@ -33,7 +34,7 @@ _LABEL_STEPS = 12
 _MOST_TARGETS = 8
 
 
-class Monitors:
+class Monitors(Listener):
     """The monitors of one model. `taps.py` and `watch.py` call the events."""
 
     def __init__(
@@ -235,6 +236,22 @@ class Monitors:
         self.exchanged = tensor.numel() == self._whole or any(
             tensor.data_ptr() == parameter.data_ptr() for parameter in self.model.parameters()
         )
+
+    def opens(self, loader: Any) -> None:
+        """A pass over a loader is about to begin."""
+        self.loaders.reads(loader, None)
+
+    def opened(self, loader: Any, iterator: Any) -> None:
+        """It has begun."""
+        self.loaders.reads(loader, iterator)
+
+    def draws(self, iterator: Any, indices: Any) -> None:
+        """An iterator drew the indices of a next batch."""
+        self.loaders.draws(iterator, indices)
+
+    def receives(self, iterator: Any, batch: Any) -> None:
+        """The loop received a batch."""
+        self.loaders.receives(iterator, batch)
 
     def computes_loss(self, target: Any, settings: dict[str, Any]) -> None:
         """`cross_entropy` is called with this target, and with these further arguments."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drumline.core.errors import UserError
 from drumline.guards.checks.model import (
     never_stepped,
     not_in_model,
@@ -331,3 +332,16 @@ def _finding(guard: str, step: int) -> Finding:
 def held_by(optimizer: Optimizer) -> list[Any]:
     """The tensors that an optimizer holds."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def with_hooks(optimizer: Optimizer, caller: str) -> Optimizer:
+    """The optimizer, or the one inside it that takes the steps: PostLocalSGDOptimizer has no hooks of its own."""
+    inner = getattr(optimizer, "optim", None)
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    if isinstance(inner, Optimizer):
+        return with_hooks(inner, caller)
+    raise UserError(
+        f"{caller}: {type(optimizer).__name__} never calls Optimizer.__init__, so it has no hooks",
+        "pass the torch optimizer inside it",
+    )

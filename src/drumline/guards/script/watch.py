@@ -32,7 +32,7 @@ from drumline.guards.script.forwards import inner_of, wrapper_of
 from drumline.guards.script.hang import HangMonitor
 from drumline.guards.script.monitors import Monitors, is_scaled
 from drumline.guards.script.nonfinite import BadStep, GradientCheck, investigate
-from drumline.guards.script.parameters import UNREACHED_STEPS, capturing, held_by
+from drumline.guards.script.parameters import UNREACHED_STEPS, capturing, held_by, with_hooks
 from drumline.guards.script.peers import TIMEOUT_SECONDS, Action, PeerTimeout, Reporter, peers_of
 from drumline.guards.table import LOCAL_CHECKS
 
@@ -75,7 +75,7 @@ def guard(
         ignore: Guards that never report.
     """
     optimizers = [
-        _with_hooks(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+        with_hooks(one, "guard") for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
     ]
     teachers = [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)
     if not optimizers or every < 1:
@@ -91,19 +91,6 @@ def guard(
             )
     return Watch(
         model, optimizers, teachers, scheduler, loader, action, ignore, every, hang_seconds, Path(folder)
-    )
-
-
-def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, or the one inside it that takes the steps: PostLocalSGDOptimizer has no hooks of its own."""
-    inner = getattr(optimizer, "optim", None)
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return optimizer
-    if isinstance(inner, Optimizer):
-        return _with_hooks(inner)
-    raise UserError(
-        f"guard: {type(optimizer).__name__} never calls Optimizer.__init__, so it has no hooks",
-        "pass the torch optimizer inside it",
     )
 
 

@@ -1,0 +1,1 @@
+"""A clock for a user's own loop: `clock = drumline.clock(loader, model, optimizer)`."""
