@@ -1,0 +1,196 @@
+"""One short run: an ordinary `drumline train` or `distill` in a process and a folder of its own, and its speed.
+
+Promises: it is the user's command, with the same recipe. Its first steps do not count, and it lasts until its mean
+speed is known to within 2 % or its time is up. It leaves no process and no file, after Ctrl-C and SIGTERM either. A
+run that fails raises `TrialFailed` with the run's own message.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import psutil
+
+from drumline.core.environment import TRIAL
+from drumline.core.errors import KILLED, UserError
+from drumline.diagnosis.evidence import Evidence, Interval, read_evidence
+
+SECONDS = 5.0
+"""How long a trial measures by default."""
+MOST = 3.0
+"""A trial whose speed varies measures for up to this many times as long."""
+PRECISE = 0.02
+"""The standard error of the mean speed, as a fraction of it, at which a trial ends."""
+FEWEST = 3
+"""Intervals that a mean and its error need."""
+WARM_UP = 0.2
+"""How long the first steps do not count, as a fraction of the time to measure."""
+START_S = 7.0
+"""About how long a run takes until its first step and at its end. Compiling takes longer."""
+STEPS = 10_000_000
+"""A number that no trial reaches."""
+SETTINGS = (
+    "run.name=trial",
+    "checkpoint.resume=never",
+    f"train.steps={STEPS}",
+    "train.patience=0",
+    "launch.restarts=0",
+    "guard.action=warn",
+)
+"""What every trial sets."""
+NO_PAUSES = ("train.eval_every=0", "checkpoint.every_epochs=0", "checkpoint.every_steps=0")
+"""What a trial sets of which evaluations and saves are not the subject."""
+_POLL_S = 0.1
+_STOP_S = 30.0
+"""How long a run may take to stop before it is killed."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line that trains: `train` or `distill`, and its arguments."""
+
+    job: str
+    arguments: tuple[str, ...]
+
+    def __add__(self, settings: Sequence[str]) -> Command:
+        """With more settings, which override those before them."""
+        return replace(self, arguments=(*self.arguments, *settings))
+
+    def __str__(self) -> str:
+        return shlex.join(("drumline", self.job, *self.arguments))
+
+
+class TrialFailed(UserError):
+    """A short run that did not get as far as to be measured."""
+
+
+def run_trial(
+    command: Command, seconds: float = SECONDS, within: Callable[[Interval], bool] = lambda interval: True
+) -> Evidence:
+    """Runs a command for about `seconds` of steps. The evidence has the intervals that count: after the first steps,
+    and up to the first one that is not `within`."""
+    with tempfile.TemporaryDirectory(prefix="drumline-why-", ignore_cleanup_errors=True) as folder:
+        words = [*command.arguments, *SETTINGS, f"run.dir={folder}"]
+        with (Path(folder) / "stderr").open("w+", encoding="utf-8", errors="replace") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "drumline", command.job, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, TRIAL: str(os.getpid())},
+            )
+            try:
+                return _watch(process, Path(folder) / "trial", seconds, within, errors)
+            finally:
+                _end(process)
+
+
+def counted(
+    intervals: Sequence[Interval], seconds: float, within: Callable[[Interval], bool]
+) -> list[Interval]:
+    """The intervals that count: not the first, which has the first step and the batches that waited for it, nor
+    those before the end of the warm-up, nor those from the first one that is not `within`."""
+    taken, warm = [], 0.0
+    for number, each in enumerate(intervals):
+        if not within(each):
+            break
+        if number and warm >= WARM_UP * seconds:
+            taken.append(each)
+        warm += each.seconds
+    return taken
+
+
+def enough(intervals: Sequence[Interval], seconds: float) -> bool:
+    """Whether these intervals give a speed."""
+    measured = sum(each.seconds for each in intervals)
+    if measured >= MOST * seconds:
+        return True
+    return measured >= seconds and error_of(intervals) <= PRECISE
+
+
+def error_of(intervals: Sequence[Interval]) -> float:
+    """The standard error of the mean step, as a fraction of it. Infinite if there are too few intervals."""
+    if len(intervals) < FEWEST:
+        return math.inf
+    walls = [max(each.walls) for each in intervals]
+    return statistics.stdev(walls) / math.sqrt(len(walls)) / statistics.fmean(walls)
+
+
+def images_per_s(evidence: Evidence) -> float:
+    """Over all of the time, evaluations and saves included."""
+    steps = sum(each.steps for each in evidence.intervals)
+    return steps * evidence.recipe["data.batch"] / sum(each.seconds for each in evidence.intervals)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, so that its trials end and their folders are removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    run: Path,
+    seconds: float,
+    within: Callable[[Interval], bool],
+    errors: IO[str],
+) -> Evidence:
+    """Waits until the run has measured enough. Raises if it ends before."""
+    while True:
+        ended = process.poll() is not None
+        found = read_evidence(run)
+        intervals = counted(found.intervals, seconds, within)
+        done = bool(found.intervals) and not within(found.intervals[-1])
+        if done or enough(intervals, seconds):
+            return replace(found, intervals=intervals)
+        if ended:
+            errors.seek(0)
+            raise failure(process.returncode, errors.read())
+        time.sleep(_POLL_S)
+
+
+def failure(code: int, said: str) -> TrialFailed:
+    """Why a run ended, from its exit code and what it wrote to stderr."""
+    if code in (-signal.SIGKILL, KILLED):
+        return TrialFailed("the run was killed, as the system does when memory runs out", "use less memory")
+    _, mark, text = said.rpartition("drumline: ")
+    lines = (text if mark else said.strip().rpartition("\n")[2]).strip()
+    what, _, fix = lines.partition("\n  fix: ")
+    return TrialFailed(what or f"the run ended with exit code {code}", fix)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Stops a run as a user would, and kills it if it does not stop, or if the user is impatient."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(_STOP_S)
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid)
+            for each in [*family.children(recursive=True), family]:
+                each.kill()
+            process.wait()
