@@ -33,6 +33,7 @@ commands:
   export   export a verified model for other programs
   pack     pack a data set into a few large files
   verify   check a run or a data set for damage
+  why      report why a run is slow, and what would help
   compare  report whether two runs have the same bits
   plan     list where a model can be cut into pipeline stages
   doctor   check this machine
@@ -59,6 +60,7 @@ COMMANDS = (
     "export",
     "pack",
     "verify",
+    "why",
     "compare",
     "plan",
     "doctor",
@@ -74,6 +76,7 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("teach", "kd", "distil"), "distill"),
     **dict.fromkeys(("check", "fsck", "validate-data"), "verify"),
     **dict.fromkeys(("diff",), "compare"),
+    **dict.fromkeys(("diagnose", "profile", "slow"), "why"),
     **dict.fromkeys(("info", "env", "collect_env"), "doctor"),
     **dict.fromkeys(("version",), "--version"),
 }

@@ -16,6 +16,8 @@ from drumline.observe.runs import metric_lines, run_settings
 
 TIMES = "times"
 """The kind of the lines in metrics.jsonl that hold an interval's times."""
+_OWN = ("time", "kind", "step", "epoch", "steps", "images_per_s")
+"""Entries of such a line that are no facts."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,12 @@ class Interval:
     epoch: float
     steps: int
     images_per_s: float
+    """In steps: without evaluations and saves."""
     values: Mapping[str, tuple[float, ...]]
     """By the names in metrics.jsonl: `data_ms`, `host_forward_ms`, `feed_read_ms`, `own_cores`, ... Milliseconds are
     those of a mean step."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What does not vary between ranks, and text: `workers`, `pool`, `cores`, `captured`, `own_code`, ..."""
 
     def get(self, name: str) -> tuple[float, ...]:
         """The value of each rank; zeros if it took no time or was not recorded."""
@@ -42,6 +47,33 @@ class Interval:
     @property
     def ranks(self) -> int:
         return len(self.values["step_ms"])
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, with its evaluations and saves."""
+        return self.steps * max(self.walls) / 1e3
+
+    @property
+    def walls(self) -> tuple[float, ...]:
+        """Of each rank: milliseconds per step, with evaluations and saves."""
+        names = ("step_ms", "host_evaluation_ms", "host_checkpoint_ms")
+        return tuple(map(sum, zip(*map(self.get, names), strict=True)))
+
+
+def merged(intervals: Sequence[Interval]) -> Interval:
+    """Several intervals as one. What was not recorded in all of them is a mean over those that have it; the facts are
+    those of the last."""
+    last, steps = intervals[-1], sum(each.steps for each in intervals)
+    values = {}
+    for name in {name: None for each in intervals for name in each.values}:
+        # Times that are missing are zero; anything else is not known.
+        having = [each for each in intervals if name in each.values or name.endswith("_ms")]
+        weight = sum(each.steps for each in having)
+        values[name] = tuple(
+            sum(each.get(name)[rank] * each.steps for each in having) / weight for rank in range(last.ranks)
+        )
+    seconds = sum(each.steps / each.images_per_s for each in intervals if each.images_per_s)
+    return Interval(last.step, last.epoch, steps, steps / seconds if seconds else 0.0, values, last.facts)
 
 
 @dataclass(frozen=True)
@@ -58,8 +90,9 @@ class Evidence:
 
 
 def read_evidence(run: Path) -> Evidence:
-    """The evidence in a run folder."""
+    """The evidence in a run folder: of the processes that the run has now, if a resume has changed their number."""
     intervals = [_interval(line) for line in metric_lines(run) if line.get("kind") == TIMES]
+    intervals = [each for each in intervals if each.ranks == intervals[-1].ranks]
     try:
         environment = json.loads((run / "environment.json").read_text())
     except (OSError, ValueError):
@@ -68,5 +101,8 @@ def read_evidence(run: Path) -> Evidence:
 
 
 def _interval(line: Mapping[str, Any]) -> Interval:
-    values = {name: tuple(value) for name, value in line.items() if isinstance(value, list)}
-    return Interval(line["step"], line["epoch"], line["steps"], line["images_per_s"], values)
+    values = {
+        name: tuple(value) for name, value in line.items() if isinstance(value, list) and None not in value
+    }
+    facts = {name: value for name, value in line.items() if not isinstance(value, list) and name not in _OWN}
+    return Interval(line["step"], line["epoch"], line["steps"], line["images_per_s"], values, facts)

@@ -1,0 +1,73 @@
+"""`drumline why`: why a run is slow, and what would help."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import get_terminal_size
+
+from drumline.cli.help import Command
+from drumline.config.arguments import read_options
+from drumline.core.errors import UserError
+from drumline.core.text import message, print_result
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `drumline why`."""
+
+    run: str
+    """A run folder."""
+
+
+COMMAND = Command(
+    name="why",
+    usage="RUN",
+    about="""
+        Report why a run is slow, the most expensive reason first, each with the numbers that
+        show it, the time that a change is predicted to save, and the setting to change.
+        Reads the times that every run records, so it works on a run that is finished, still
+        running or killed, and measures nothing. `nothing stands out` if the time goes where
+        it should: into computing. docs/why-slow.md explains each reason.
+
+        If stdout is not a terminal, its last line is JSON; `findings` has a list with `code`,
+        `text`, `saving` (a fraction of the present time) and `flag`. Exit code 0, whatever is
+        found.
+    """,
+    options=Options,
+    examples="""
+  drumline why runs/photos-resnet50-1
+  drumline train runs/photos-resnet50-1/recipe.toml data.workers=8   try what it says
+""",
+)
+WIDE = 120
+"""Sentences are not wrapped at more than this."""
+
+
+def main(argv: list[str]) -> int:
+    options = read_options(argv, Options, "why")
+
+    from drumline.diagnosis.evidence import read_evidence
+    from drumline.diagnosis.rules import diagnose
+    from drumline.diagnosis.verdict import verdict_lines
+    from drumline.observe.runs import summarize
+
+    run = Path(options.run)
+    if not run.is_dir():
+        raise UserError(f"there is no run {run}", "`drumline runs` lists the runs")
+    evidence = read_evidence(run)
+    if not evidence.intervals:
+        state = summarize(run).state
+        fix = (
+            "wait a minute: a run records its times for the first time after some seconds of training"
+            if state == "running"
+            else "train it for longer: a run records its times while it trains"
+        )
+        raise UserError(f"{run} has no times yet (it is {state})", fix)
+    found = diagnose(evidence)
+    width = min(get_terminal_size().columns, WIDE) if sys.stdout.isatty() else WIDE
+    for line in verdict_lines(evidence, found, width):
+        print(message(line))
+    print_result({"run": str(run), "findings": [each.as_dict() for each in found]})
+    return 0

@@ -1,0 +1,179 @@
+"""The figures that the rules read: a run's steady state in one interval, and whether a change of its recipe is valid.
+
+Promises: a saving is a fraction of the whole time, with evaluations and saves. A flag is only given if the recipe
+accepts it and it changes something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from drumline.config.fields import WrongValue, from_text, from_toml, recipe_fields, value_of, with_values
+from drumline.config.recipe import Recipe
+from drumline.config.rules import problems
+from drumline.config.sources import names_code
+from drumline.core.account import BETWEEN_STEPS, DATA, EXCHANGE, PARTS
+from drumline.diagnosis.evidence import Evidence, Interval, merged
+from drumline.diagnosis.slowdown import Slowdown
+
+MOST_SAVED = 0.99
+HOST_PARTS = tuple(part for part in PARTS if part not in BETWEEN_STEPS)
+"""The parts of a step."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the rules read."""
+
+    evidence: Evidence
+
+    @cached_property
+    def whole(self) -> Interval:
+        """All intervals as one, without the first if there are several: it includes what happens only once."""
+        return merged(self.steady)
+
+    @property
+    def steady(self) -> Sequence[Interval]:
+        intervals = self.evidence.intervals
+        return intervals[1:] if len(intervals) > 1 else intervals
+
+    def get(self, name: str) -> tuple[float, ...]:
+        return self.whole.get(name)
+
+    def mean(self, name: str) -> float:
+        return self.whole.mean(name)
+
+    def known(self, *names: str) -> bool:
+        """Whether all of these were recorded."""
+        return all(name in self.whole.values for name in names)
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        return self.whole.facts.get(name, default)
+
+    @property
+    def ranks(self) -> int:
+        return self.whole.ranks
+
+    @property
+    def step_ms(self) -> float:
+        """A step of the slowest rank."""
+        return max(self.get("step_ms"))
+
+    @property
+    def wall_ms(self) -> float:
+        """A step with its part of evaluations and saves."""
+        return max(self.whole.walls)
+
+    @property
+    def batch(self) -> float:
+        """Samples per step, over all ranks."""
+        return self.whole.images_per_s * self.step_ms / 1e3
+
+    @property
+    def images_per_s(self) -> float:
+        """Over all the time, with evaluations and saves."""
+        return self.batch / self.wall_ms * 1e3
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is not the host."""
+        return bool(self.fact("gpu", self.evidence.environment.get("cuda") is not None))
+
+    @property
+    def cores(self) -> int:
+        """Of this machine, as far as the run may use them; 0 if that is not known."""
+        return int(self.fact("cores", 0))
+
+    @property
+    def local_ranks(self) -> int:
+        """Processes on this machine."""
+        return int(self.fact("local_ranks", self.ranks))
+
+    @property
+    def free_cores(self) -> float:
+        """Cores of this machine that no program used."""
+        return max(0.0, self.cores - max(self.get("busy_cores"))) if self.known("busy_cores") else 0.0
+
+    @property
+    def fixed_ms(self) -> float:
+        """What a step takes on the host whatever its batch."""
+        names = ("host_compute_ms", "host_optimizer_ms", "host_guards_ms", "host_log_ms", "host_other_ms")
+        return sum(map(self.mean, names))
+
+    def part(self, rank: int, name: str) -> float:
+        """What a rank's host did."""
+        return self.get(f"host_{name}_ms")[rank]
+
+    def busy(self, rank: int) -> float:
+        """A step of this rank alone: without waiting for the others."""
+        return self.get("step_ms")[rank] - self.part(rank, EXCHANGE)
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """The recipe; None for a user's own loop."""
+        return _recipe_of(self.evidence.recipe) if self.evidence.recipe else None
+
+    def setting(self, name: str) -> Any:
+        """A field of the recipe; None if there is no recipe."""
+        return value_of(self.recipe, name) if self.recipe is not None else None
+
+    def flag(self, name: str, value: Any) -> str:
+        """`name=value` if the recipe accepts it and it is a change; otherwise empty."""
+        if self.recipe is None:
+            return ""
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        try:
+            typed = from_text(recipe_fields()[name].hint, [text])
+        except WrongValue:
+            return ""
+        changed = with_values(self.recipe, {name: typed})
+        if typed == value_of(self.recipe, name):
+            return ""
+        before = {problem.field for problem in problems(self.recipe)}
+        if any(problem.field not in before for problem in problems(changed)):
+            return ""
+        return f"{name}={text}"
+
+    def own_code(self, *fields: str) -> list[str]:
+        """The user's own code that these fields name, as `train.loss = own:slow`."""
+        named = []
+        for name in fields:
+            value = self.setting(name)
+            named += [
+                f"{name} = {each}"
+                for each in (value if isinstance(value, tuple) else (value,))
+                if each and names_code(each)
+            ]
+        return named
+
+    def slowdown(
+        self, code: str, text: str, saved_ms: float = 0.0, flag: str = "", fix: str = ""
+    ) -> Slowdown:
+        """A reason whose removal saves this many milliseconds of each step."""
+        saving = min(MOST_SAVED, max(0.0, saved_ms / self.wall_ms))
+        return Slowdown(code, text, saving, flag, fix, self.images_per_s)
+
+
+def _recipe_of(settings: Mapping[str, Any]) -> Recipe | None:
+    """The recipe with these settings, as far as this version knows them."""
+    known, values = recipe_fields(), {}
+    for name, raw in settings.items():
+        if name in known:
+            try:
+                values[name] = from_toml(known[name].hint, raw)
+            except WrongValue:
+                return None
+    return with_values(Recipe(), values)
+
+
+def ms(milliseconds: float) -> str:
+    """`12.3 ms`, `1.45 s`."""
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1e3:.3g} s"
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 1 else 2}f} ms"
+
+
+__all__ = ["DATA", "HOST_PARTS", "Figures", "ms"]

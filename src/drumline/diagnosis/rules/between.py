@@ -1,0 +1,60 @@
+"""Rules about what happens between steps: evaluations and saves that take a large part of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.text import percent
+from drumline.diagnosis.figures import Figures, ms
+from drumline.diagnosis.slowdown import Slowdown
+
+EVALUATION_WORTH = 0.25
+"""Fraction of the time. A set for evaluation a fifth of the training set's size, evaluated each epoch, is usual."""
+CHECKPOINT_WORTH = 0.08
+EVALUATION_AIM, CHECKPOINT_AIM = 0.1, 0.02
+"""What the advice aims at."""
+
+
+def evaluation_heavy(figures: Figures) -> Iterator[Slowdown]:
+    taken = max(figures.get("host_evaluation_ms"))
+    share = taken / figures.wall_ms
+    if share < EVALUATION_WORTH:
+        return
+    now = figures.setting("train.eval_every") or 0
+    factor = _rarer(share, EVALUATION_AIM)
+    flag = figures.flag("train.eval_every", f"{now * factor:g}") if now else ""
+    text = (
+        f"evaluations take {percent(share)} of the time ({ms(taken)} for each step of {ms(figures.step_ms)})"
+    )
+    yield figures.slowdown(
+        "evaluation", text, taken * (1 - 1 / factor), flag, "evaluate less often, or on fewer images"
+    )
+
+
+def checkpoint_heavy(figures: Figures) -> Iterator[Slowdown]:
+    taken = max(figures.get("host_checkpoint_ms"))
+    share = taken / figures.wall_ms
+    if share < CHECKPOINT_WORTH:
+        return
+    factor = _rarer(share, CHECKPOINT_AIM)
+    steps, epochs = figures.setting("checkpoint.every_steps"), figures.setting("checkpoint.every_epochs")
+    if steps:
+        flag = figures.flag("checkpoint.every_steps", steps * factor)
+    else:
+        flag = figures.flag("checkpoint.every_epochs", f"{epochs * factor:g}") if epochs else ""
+    often = f", every {steps} steps" if steps else ""
+    text = f"saving takes {percent(share)} of the time ({ms(taken)} for each step of {ms(figures.step_ms)}{often})"
+    yield figures.slowdown(
+        "checkpoint", text, taken * (1 - 1 / factor), flag, "save less often, or to a faster disk"
+    )
+
+
+RULES = (evaluation_heavy, checkpoint_heavy)
+
+
+def _rarer(share: float, aim: float) -> int:
+    """How many times rarer something must be to take the fraction `aim` instead of `share` of the time."""
+    factor, wanted = 1, (share / (1 - share)) / (aim / (1 - aim))
+    while factor < wanted:
+        factor *= 2
+    return factor

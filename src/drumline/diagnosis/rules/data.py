@@ -1,0 +1,163 @@
+"""Rules about data: steps wait for batches, because of the disk, the decoding, the workers or the user's own code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from drumline.core.text import percent, rate
+from drumline.diagnosis.figures import Figures, ms
+from drumline.diagnosis.slowdown import Slowdown
+
+WAIT_WORTH = 0.1
+"""Fraction of a step that waits for data, above which it is worth a sentence. Below, it is often the end of an epoch
+or noise."""
+INLINE_WORTH = 0.25
+"""The same if the step's own process makes the batch between two steps, which always takes some time."""
+MAIN = 0.5
+"""Fraction of the feed's time that makes something its limit."""
+MOST_WORKERS = 64
+SPARE_CORE = 0.5
+"""Free cores that are enough for another worker."""
+
+
+def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
+    """The limit of the feed, if steps wait for it."""
+    wait = figures.mean("data_ms") - figures.mean("copy_ms")
+    if wait < (WAIT_WORTH if _ahead(figures) else INLINE_WORTH) * figures.step_ms:
+        return
+    share = (
+        f"{percent(wait / figures.step_ms)} of each step ({ms(wait)} of {ms(figures.step_ms)}) waits for data"
+    )
+    can_take = figures.batch / max(figures.step_ms - wait, 1e-9) * 1e3
+    head = f"{share}: the model could take {rate(can_take, 'img')}"
+    spent = _parts(figures)
+    main = max(spent, key=lambda name: spent[name])
+    total = sum(spent.values())
+    if not total or spent[main] < MAIN * total:
+        main = "feed"
+    yield {"disk": _disk, "make": _make, "transform": _transform, "feed": _feed}[main](
+        figures, head, wait, spent
+    )
+
+
+RULES = (waiting_for_data,)
+
+
+def _ahead(figures: Figures) -> bool:
+    """Whether batches are made while earlier steps compute."""
+    return figures.known("feed_space_ms") or figures.on_gpu or bool(figures.fact("workers", 0))
+
+
+def _parts(figures: Figures) -> dict[str, float]:
+    """Where the feed's time goes, in milliseconds of each step: files, decoding, the user's transform, the rest."""
+    read, make = figures.mean("feed_read_ms"), figures.mean("feed_make_ms")
+    work = figures.mean("feed_work_ms")
+    workers = {
+        "disk": figures.mean("workers_read_ms"),
+        "make": figures.mean("workers_make_ms"),
+        "transform": figures.mean("workers_own_ms"),
+    }
+    total = sum(workers.values())
+    if not figures.fact("workers", 0):  # the feed's own thread does everything
+        return {**workers, "feed": max(0.0, work - total)}
+    if figures.fact("pool") == "processes" and total:
+        return {name: make * each / total for name, each in workers.items()} | {"feed": work}
+    made = workers["make"] + workers["transform"]
+    own = make * workers["transform"] / made if made else 0.0
+    return {"disk": read, "make": make - own, "transform": own, "feed": work}
+
+
+def _disk(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
+    evidence = f"the feed waits {ms(spent['disk'])} for files"
+    if figures.known("read_mb") and figures.step_ms:
+        evidence += f", which arrive at {sum(figures.get('read_mb')) / figures.step_ms * 1e3:,.0f} MB/s"
+        needed = sum(figures.get("read_mb")) / max(figures.step_ms - wait, 1e-9) * 1e3
+        evidence += f"; {needed:,.0f} MB/s are needed"
+    gained = min(wait, spent["disk"])
+    fix = (
+        "move the data to a faster or local disk, or pack it into a few large files: "
+        "`drumline pack DATA OUT`, then data.path=OUT"
+    )
+    return figures.slowdown("disk", f"{head}. The disk is the limit: {evidence}", gained, fix=fix)
+
+
+def _make(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
+    """Decoding and cropping: more workers if there are cores for them."""
+    workers = int(figures.fact("workers", 0))
+    wanted = _workers_wanted(figures, wait, spent["make"])
+    decoding = f"decoding takes {percent(spent['make'] / sum(spent.values()))} of the feed's time"
+    if wanted > workers:
+        after = spent["make"] * max(workers, 1) / wanted
+        saved = min(wait, spent["make"] - after)
+        cores = f"; {figures.free_cores:.1f} of {figures.cores} cores are free" if figures.cores else ""
+        by = f"{workers} {'workers' if workers != 1 else 'worker'}" if workers else "the feed without workers"
+        return figures.slowdown(
+            "workers",
+            f"{head}. {by[0].upper()}{by[1:]} cannot make more: {decoding}{cores}",
+            saved,
+            figures.flag("data.workers", wanted),
+            f"use {wanted} workers",
+        )
+    busy = figures.mean("busy_cores")
+    used = f", and {busy:.1f} of {figures.cores} cores are busy" if figures.known("busy_cores") else ""
+    flag = figures.flag("data.decode", "auto") if figures.on_gpu else ""
+    fix = (
+        "store smaller images: `drumline pack DATA OUT --resize-short 256`, or with --raw no decoding; "
+        "then data.path=OUT"
+    )
+    return figures.slowdown(
+        "decode", f"{head}. Decoding is the limit: {decoding}{used}", min(wait, spent["make"]), flag, fix
+    )
+
+
+def _transform(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
+    named = ", ".join(figures.own_code("data.transform")) or "your own transform"
+    text = f"{head}. {named} takes {percent(spent['transform'] / sum(spent.values()))} of the feed's time"
+    workers = int(figures.fact("workers", 0))
+    wanted = _workers_wanted(figures, wait, spent["transform"])
+    flag = figures.flag("data.workers", wanted) if wanted > workers else ""
+    if not workers:  # arrays: the feed makes them itself unless processes are asked for
+        flag = figures.flag("data.pool", "processes")
+    fix = "make it faster, for example with NumPy on whole arrays, or do it once and store the result"
+    return figures.slowdown("transform", text, min(wait, spent["transform"]), flag, fix)
+
+
+def _feed(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
+    if not sum(spent.values()):
+        workers = figures.fact("workers")
+        evidence = f" with {workers} workers" if workers is not None else ""
+        return figures.slowdown(
+            "data", f"{head}{evidence}", wait, fix="give the loader more workers, or make each sample cheaper"
+        )
+    parts = sorted(spent, key=lambda name: -spent[name])
+    listed = ", ".join(
+        f"{_TITLES[name]} {percent(spent[name] / sum(spent.values()))}" for name in parts if spent[name]
+    )
+    return figures.slowdown(
+        "feed",
+        f"{head}. The feed's time: {listed}",
+        min(wait, spent["feed"]),
+        fix="larger batches make its Python count less; a simpler augmentation is made faster",
+    )
+
+
+_TITLES = {
+    "disk": "files",
+    "make": "decoding",
+    "transform": "your transform",
+    "feed": "Python and augmentation",
+}
+
+
+def _workers_wanted(figures: Figures, wait: float, part_ms: float) -> int:
+    """The workers with which a part of the feed would be as fast as the model, as far as there are cores for them."""
+    workers = max(1, int(figures.fact("workers", 0)))
+    target = max(figures.step_ms - wait, 1e-9)
+    needed = math.ceil(workers * part_ms / target)
+    making = figures.mean("workers_make_ms")
+    on_core = min(1.0, figures.mean("workers_make_cpu_ms") / making) if making else 1.0
+    free = figures.free_cores / figures.local_ranks
+    if on_core > 0.1:
+        needed = min(needed, workers + math.floor((free + 1 - SPARE_CORE) / on_core))
+    return min(needed, MOST_WORKERS)
