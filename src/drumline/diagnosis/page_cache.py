@@ -46,7 +46,7 @@ def drop(paths: Sequence[Path]) -> Dropped:
 
 
 def still_cached(files: Sequence[Path]) -> float | None:
-    """The fraction of the files whose first page is in memory, from some of them; None if the system does not tell."""
+    """The fraction of the files that are in memory, judged by the first page of some; None if that is not known."""
     if not hasattr(os, "RWF_NOWAIT"):
         return None
     cached = []
@@ -77,10 +77,17 @@ def _drop(paths: Sequence[Path]) -> tuple[list[Path], int]:
 
 
 def _inside(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files, and those in the folders; linked folders too, each once."""
+    seen = set[Path]()
     for path in paths:
         if path.is_file():
             yield path
-        for folder, _, names in os.walk(path, followlinks=True):
+        for folder, inside, names in os.walk(path, followlinks=True):
+            real = Path(folder).resolve()
+            if real in seen:
+                inside.clear()
+                continue
+            seen.add(real)
             yield from (Path(folder, name) for name in names)
 
 

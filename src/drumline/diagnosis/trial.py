@@ -27,7 +27,8 @@ import psutil
 
 from drumline.core.environment import TRIAL
 from drumline.core.errors import KILLED, UserError
-from drumline.diagnosis.evidence import Evidence, Interval, read_evidence
+from drumline.core.text import counted, duration
+from drumline.diagnosis.evidence import Evidence, Interval, merged, read_evidence
 
 SECONDS = 5.0
 """How long a trial measures by default."""
@@ -66,7 +67,7 @@ class Command:
     job: str
     arguments: tuple[str, ...]
 
-    def __add__(self, settings: Sequence[str]) -> Command:
+    def having(self, *settings: str) -> Command:
         """With more settings, which override those before them."""
         return replace(self, arguments=(*self.arguments, *settings))
 
@@ -81,8 +82,8 @@ class TrialFailed(UserError):
 def run_trial(
     command: Command, seconds: float = SECONDS, within: Callable[[Interval], bool] = lambda interval: True
 ) -> Evidence:
-    """Runs a command for about `seconds` of steps. The evidence has the intervals that count: after the first steps,
-    and up to the first one that is not `within`."""
+    """Runs a command for about `seconds` of steps, at most up to an interval that is not `within`. The first interval
+    of the evidence is the warm-up, which `Figures` leaves out; there may be no others if the run was too short."""
     with tempfile.TemporaryDirectory(prefix="drumline-why-", ignore_cleanup_errors=True) as folder:
         words = [*command.arguments, *SETTINGS, f"run.dir={folder}"]
         with (Path(folder) / "stderr").open("w+", encoding="utf-8", errors="replace") as errors:
@@ -99,41 +100,49 @@ def run_trial(
                 _end(process)
 
 
-def counted(
-    intervals: Sequence[Interval], seconds: float, within: Callable[[Interval], bool]
+def steady(
+    intervals: Sequence[Interval], seconds: float, within: Callable[[Interval], bool] = lambda interval: True
 ) -> list[Interval]:
-    """The intervals that count: not the first, which has the first step and the batches that waited for it, nor
-    those before the end of the warm-up, nor those from the first one that is not `within`."""
-    taken, warm = [], 0.0
-    for number, each in enumerate(intervals):
+    """The warm-up as one interval, and those that count: up to the first one that is not `within`. The first interval
+    of a run is always warm-up: it has the first step, and the batches that were made before it."""
+    warm, counting, warmed = list[Interval](), list[Interval](), 0.0
+    for each in intervals:
         if not within(each):
             break
-        if number and warm >= WARM_UP * seconds:
-            taken.append(each)
-        warm += each.seconds
-    return taken
+        if warm and warmed >= WARM_UP * seconds:
+            counting.append(each)
+        else:
+            warm.append(each)
+            warmed += each.seconds
+    return [merged(warm), *whole_cycles(counting)] if warm else []
 
 
-def enough(intervals: Sequence[Interval], seconds: float) -> bool:
+def whole_cycles(counting: Sequence[Interval]) -> Sequence[Interval]:
+    """Those from one evaluation or save to another, if there are two: as many pauses as there are in all the time."""
+    pauses = [number for number, each in enumerate(counting) if max(each.walls) > max(each.get("step_ms"))]
+    return counting[pauses[0] + 1 : pauses[-1] + 1] if len(pauses) > 1 else counting
+
+
+def enough(counting: Sequence[Interval], seconds: float) -> bool:
     """Whether these intervals give a speed."""
-    measured = sum(each.seconds for each in intervals)
+    measured = sum(each.seconds for each in counting)
     if measured >= MOST * seconds:
         return True
-    return measured >= seconds and error_of(intervals) <= PRECISE
+    return measured >= seconds and error_of(counting) <= PRECISE
 
 
-def error_of(intervals: Sequence[Interval]) -> float:
+def error_of(counting: Sequence[Interval]) -> float:
     """The standard error of the mean step, as a fraction of it. Infinite if there are too few intervals."""
-    if len(intervals) < FEWEST:
+    if len(counting) < FEWEST:
         return math.inf
-    walls = [max(each.walls) for each in intervals]
+    walls = [max(each.walls) for each in counting]
     return statistics.stdev(walls) / math.sqrt(len(walls)) / statistics.fmean(walls)
 
 
-def images_per_s(evidence: Evidence) -> float:
-    """Over all of the time, evaluations and saves included."""
-    steps = sum(each.steps for each in evidence.intervals)
-    return steps * evidence.recipe["data.batch"] / sum(each.seconds for each in evidence.intervals)
+def announced(runs: int, seconds: float) -> str:
+    """How long short runs take, to be said before them."""
+    about = duration(runs * (START_S + 1.5 * seconds))
+    return f"{counted(runs, 'short run')} of about {seconds:g} s, and the time to start: about {about}"
 
 
 @contextmanager
@@ -162,9 +171,9 @@ def _watch(
     while True:
         ended = process.poll() is not None
         found = read_evidence(run)
-        intervals = counted(found.intervals, seconds, within)
-        done = bool(found.intervals) and not within(found.intervals[-1])
-        if done or enough(intervals, seconds):
+        intervals = steady(found.intervals, seconds, within)
+        past = bool(found.intervals) and not within(found.intervals[-1])
+        if past or enough(intervals[1:], seconds):
             return replace(found, intervals=intervals)
         if ended:
             errors.seek(0)
