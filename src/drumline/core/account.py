@@ -53,6 +53,8 @@ class Account:
     ) -> None:
         """`first` is the part that it begins in."""
         self._parts, self._first, self._clock = tuple(parts), first, clock
+        self.listener: Callable[[str, bool], None] | None = None
+        """Called with each part that is entered, and whether by the thread that is counted."""
         self.restart()
 
     def restart(self) -> None:
@@ -68,10 +70,13 @@ class Account:
     def enter(self, part: str) -> str:
         """Ends the present part, begins another one, and returns the one that ended."""
         before = self._part
-        if threading.get_ident() == self._owner:
+        counted = threading.get_ident() == self._owner
+        if counted:
             now = self._clock()
             self._sums[before] += now - self._since
             self._part, self._since = part, now
+        if self.listener is not None:
+            self.listener(part, counted)
         return before
 
     @contextmanager
@@ -94,6 +99,11 @@ class Account:
         finally:
             if before not in BETWEEN_STEPS:
                 self.enter(before)
+
+    @property
+    def present(self) -> tuple[int, str]:
+        """The thread that is counted, and the part that it is in."""
+        return self._owner, self._part
 
     def sums(self) -> dict[str, float]:
         """Seconds in each part up to now. Any thread may ask."""

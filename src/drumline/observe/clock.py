@@ -1,9 +1,10 @@
 """Always-on timing of the training step: what the host does, and on a GPU what the device does and why it is idle.
 
 Promises: never synchronises with the device and uses constant memory. The host's parts sum to the wall time. On a
-GPU, one step in `sample_every` is bracketed by events on the step's stream, outside a captured graph. The time
-between two steps counts as waiting for data until the batch was on the device, and from then on as a late host. Never
-guesses: until a GPU has finished its first measured step, its times are NaN, not zero.
+GPU, one step in `sample_every` is bracketed by events on the step's stream, outside a captured graph; if the step is
+not captured, its parts are, too. The time between two steps counts as waiting for data until the batch was on the
+device (of that, as a copy once it was on the host), and from then on as a late host. Never guesses: until a GPU has
+finished its first measured step, its times are NaN, not zero.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from drumline.core.account import BETWEEN_STEPS, DATA, PARTS, Account, account
+from drumline.core.account import BACKWARD, BETWEEN_STEPS, DATA, EXCHANGE, PARTS, Account, account
 
 COMPUTING = ("compute", "teacher", "forward", "backward", "exchange", "optimizer")
 """The parts that are the step itself. On a CPU, the host computes in them."""
@@ -36,6 +39,12 @@ class StepTimes:
     late_s: float
     """Time that it waited for the host, although the batch was there. On a CPU, the time between steps but for
     data."""
+    copy_s: float = 0.0
+    """The part of `data_s` in which the batch was on its way to the device."""
+    behind: float = 0.0
+    """How many steps the device had begun before the host had started all their work: the host is not ahead."""
+    device_parts: Mapping[str, float] = field(default_factory=dict)
+    """What the device did in the parts of a step that is not captured."""
 
     @property
     def step_s(self) -> float:
@@ -49,6 +58,9 @@ class StepTimes:
             self.data_s + other.data_s,
             self.compute_s + other.compute_s,
             self.late_s + other.late_s,
+            self.copy_s + other.copy_s,
+            self.behind + other.behind,
+            _added(self.device_parts, other.device_parts),
         )
 
 
@@ -71,8 +83,8 @@ class StepClock:
                 make_event=lambda: torch.cuda.Event(enable_timing=True),
                 current_stream=lambda: torch.cuda.current_stream(device),
             )
-        self.ready: Callable[[], _Event | None] = lambda: None
-        """The event after which the present batch was on the device, if it has one with a time."""
+        self.batch_events: Callable[[], BatchEvents] = lambda: NO_EVENTS
+        """Those of the present batch."""
         self.begin()
 
     def begin(self) -> None:
@@ -88,11 +100,12 @@ class StepClock:
             self._device.resume()
 
     def step_begin(self) -> None:
-        if self._device is not None:
-            self._device.begin(self.ready)
+        if self._device is not None and self._device.begin(self.batch_events):
+            self._parts.listener = self._device.mark
 
     def step_end(self) -> None:
         if self._device is not None:
+            self._parts.listener = None
             self._device.end()
         self._steps += 1
 
@@ -101,10 +114,7 @@ class StepClock:
         sums = self._parts.sums()
         parts = {part: sums[part] - self._before[part] for part in PARTS}
         if self._device is not None:
-            data, compute, late = self._device.mean()
-            return StepTimes(
-                self._steps, parts, data * self._steps, compute * self._steps, late * self._steps
-            )
+            return StepTimes(self._steps, parts, *self._device.mean().times(self._steps))
         compute = sum(parts[part] for part in COMPUTING)
         rest = sum(parts.values()) - sum(parts[part] for part in BETWEEN_STEPS)
         return StepTimes(self._steps, parts, parts[DATA], compute, rest - parts[DATA] - compute)
@@ -128,22 +138,93 @@ class _Event(Protocol):
     def elapsed_time(self, end: Any, /) -> float: ...
 
 
+class BatchEvents(NamedTuple):
+    """The events on a batch's way to the device."""
+
+    arrived: _Event | None = None
+    """Its copy began."""
+    ready: _Event | None = None
+    """It was on the device."""
+
+
+NO_EVENTS = BatchEvents()
+MOST_MARKS = 64
+"""Parts of one step that are timed; beyond this, the last one takes the rest."""
+
+
+class DeviceTimes(NamedTuple):
+    """Seconds of a step on the device, or of several."""
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    late_s: float = 0.0
+    copy_s: float = 0.0
+    behind: float = 0.0
+    """Steps that the device had begun before the host had started all their work."""
+    parts: Mapping[str, float] = MappingProxyType({})
+
+    def times(self, factor: float) -> DeviceTimes:
+        return DeviceTimes(
+            self.data_s * factor,
+            self.compute_s * factor,
+            self.late_s * factor,
+            self.copy_s * factor,
+            self.behind * factor,
+            {name: seconds * factor for name, seconds in self.parts.items()},
+        )
+
+    def plus(self, other: DeviceTimes) -> DeviceTimes:
+        return DeviceTimes(
+            self.data_s + other.data_s,
+            self.compute_s + other.compute_s,
+            self.late_s + other.late_s,
+            self.copy_s + other.copy_s,
+            self.behind + other.behind,
+            _added(self.parts, other.parts),
+        )
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+
+
+UNKNOWN = DeviceTimes(math.nan, math.nan, math.nan, math.nan, math.nan)
+
+
 @dataclass
 class _Sample:
-    """The events around one step: after the step before, at its start and at its end; and that of its batch."""
+    """The events around one step: after the step before, at its start, at its parts and at its end; and those of its
+    batch."""
 
     before: _Event
     begin: _Event
     end: _Event
-    ready: _Event | None = None
+    batch: BatchEvents = NO_EVENTS
+    marks: list[tuple[str, _Event]] = field(default_factory=list)
+    spare: list[_Event] = field(default_factory=list)
     begun: bool = False
+    behind: bool = False
     weight: int = 1
 
-    def seconds(self) -> tuple[float, float, float]:
-        """Waiting for data, computing, waiting for the host."""
+    def times(self) -> DeviceTimes:
         gap = self.before.elapsed_time(self.begin)
-        data = min(max(self.before.elapsed_time(self.ready), 0.0), gap) if self.ready is not None else 0.0
-        return data * 1e-3, self.begin.elapsed_time(self.end) * 1e-3, (gap - data) * 1e-3
+        data, copy = 0.0, 0.0
+        if self.batch.ready is not None:
+            data = min(max(self.before.elapsed_time(self.batch.ready), 0.0), gap)
+        if self.batch.arrived is not None:
+            copy = max(0.0, data - max(self.before.elapsed_time(self.batch.arrived), 0.0))
+        parts: dict[str, float] = {}
+        for (name, event), (_, after) in pairwise([*self.marks, ("", self.end)]):
+            parts[name] = parts.get(name, 0.0) + event.elapsed_time(after) * 1e-3
+        compute = self.begin.elapsed_time(self.end)
+        return DeviceTimes(
+            data * 1e-3, compute * 1e-3, (gap - data) * 1e-3, copy * 1e-3, float(self.behind), parts
+        )
+
+    def free(self) -> None:
+        """Drops what belongs to its step."""
+        self.spare += [event for _, event in self.marks]
+        self.marks, self.batch, self.begun, self.behind = [], NO_EVENTS, False, False
 
 
 class _DeviceTimer:
@@ -162,14 +243,15 @@ class _DeviceTimer:
     ) -> None:
         assert depth >= 1
         assert sample_every >= 1
+        self._make_event = make_event
         self._free = [_Sample(make_event(), make_event(), make_event()) for _ in range(depth)]
         self._running: deque[_Sample] = deque()
         self._open: _Sample | None = None
         self._current_stream = current_stream
         self._sample_every = sample_every
         self._due, self._since = 1, 0
-        self._sums, self._weight = (0.0, 0.0, 0.0), 0
-        self._mean = (math.nan, math.nan, math.nan)
+        self._sum, self._weight = DeviceTimes(), 0
+        self._mean = UNKNOWN
 
     def resume(self) -> None:
         """The next step begins after something that is no step."""
@@ -178,31 +260,46 @@ class _DeviceTimer:
         else:
             self._open.before.record(self._current_stream())
 
-    def begin(self, ready: Callable[[], _Event | None]) -> None:
+    def begin(self, batch: Callable[[], BatchEvents]) -> bool:
+        """Whether this step is sampled."""
         self._since += 1
-        if self._open is not None:
-            self._open.ready, self._open.begun = ready(), True
-            self._open.begin.record(self._current_stream())
+        if self._open is None:
+            return False
+        self._open.free()
+        self._open.batch, self._open.begun = batch(), True
+        self._open.begin.record(self._current_stream())
+        return True
+
+    def mark(self, part: str, by_loop: bool) -> None:
+        """A part of the sampled step begins. Autograd's own threads may only say that an exchange does."""
+        sample = self._open
+        if sample is None or len(sample.marks) >= MOST_MARKS:
+            return
+        if not by_loop and not (part == EXCHANGE and sample.marks and sample.marks[-1][0] == BACKWARD):
+            return
+        event = sample.spare.pop() if sample.spare else self._make_event()
+        event.record(self._current_stream())
+        sample.marks.append((part, event))
 
     def end(self) -> None:
         if self._open is not None and self._open.begun:
+            self._open.behind = self._open.begin.query()
             self._open.end.record(self._current_stream())
             self._open.weight = self._since
             self._running.append(self._open)
             self._open, self._since, self._due = None, 0, self._sample_every
         self._open_if_due()
 
-    def mean(self) -> tuple[float, float, float]:
-        """Seconds of a step: waiting for data, computing, waiting for the host."""
+    def mean(self) -> DeviceTimes:
+        """A mean step."""
         self._collect()
         if self._weight:
-            data, compute, late = (total / self._weight for total in self._sums)
-            self._mean = data, compute, late
+            self._mean = self._sum.times(1 / self._weight)
         return self._mean
 
     def forget(self) -> None:
         """Starts new sums. Without a new sample, the last mean holds."""
-        self._sums, self._weight = (0.0, 0.0, 0.0), 0
+        self._sum, self._weight = DeviceTimes(), 0
 
     def _open_if_due(self) -> None:
         """Opens a sample if the next step is due. None is free if the device is far behind."""
@@ -217,11 +314,7 @@ class _DeviceTimer:
     def _collect(self) -> None:
         while self._running and self._running[0].end.query():
             sample = self._running.popleft()
-            data, compute, late = (
-                total + seconds * sample.weight
-                for total, seconds in zip(self._sums, sample.seconds(), strict=True)
-            )
-            self._sums = data, compute, late
+            self._sum = self._sum.plus(sample.times().times(sample.weight))
             self._weight += sample.weight
-            sample.ready = None
+            sample.free()
             self._free.append(sample)

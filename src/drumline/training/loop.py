@@ -39,6 +39,7 @@ from drumline.training.output import TrainResult, closing_line
 from drumline.training.rehearse import rehearse
 from drumline.training.run import Run
 from drumline.training.sets import describe_bad_samples, gather_bad_samples
+from drumline.training.speed import speed_facts
 from drumline.training.stop import StopSign
 from drumline.training.task import Builder, classification
 
@@ -125,7 +126,7 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
     guards.begin()
     with closing(run.batches(position.step, last)) as batches:
         batch = next(batches)
-        reporter.begin(position.step)
+        reporter.begin(position.step, speed_facts(run))
         enter(Phase.STARTING)
         for index in range(position.step, last):
             rate = plan.schedule(index)
@@ -157,7 +158,6 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
             if due.save or stopping or early or position.best_step == done:
                 save(run, position, guards, must=stopping or bool(early) or done == last)
             if stopping or early or done == last < plan.total:
-                reporter.stopped(done)
                 if run.manager is not None:
                     run.manager.wait()
                 break
@@ -169,6 +169,7 @@ def take_steps(run: Run, guards: RunGuards, stop: StopSign) -> tuple[Position, S
         stop.finish()
     enter(Phase.ENDING)
     guards.end()
+    reporter.stopped(position.step)
     reporter.drain()
     return position, score
 

@@ -63,6 +63,7 @@ def rehearse(run: Run, batch: Batch) -> None:
             run.step.recompute(batch, run.position.step)
         run.timeline.predict()
         run.timeline.begin(run.position.step)
+    run.not_captured = why_not
     if run.world.device.type == "cuda":
         run.log(f"no CUDA graph: {why_not}" if why_not else "the whole step runs as one CUDA graph")
 

@@ -2,14 +2,14 @@
 
 Promises: a loss is the mean over the global batches since the previous line. Sums are read off the device late, in
 order and completely, so that no step waits for them; the display has a loss from the first step on, about a second
-old. Data, compute and step times of every rank are always measured, and written with each evaluation. log.txt has a
-line for every epoch.
+old. The times of every rank are always measured, and written after some seconds, every half minute and with each
+evaluation. log.txt has a line for every epoch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import format_exception
@@ -20,11 +20,12 @@ from drumline.core.host_copy import HostCopy
 from drumline.core.text import loss_text
 from drumline.data.feed.times import FeedTimes
 from drumline.observe import text_log
-from drumline.observe.clock import StepClock, StepTimes
+from drumline.observe.clock import BatchEvents, StepClock, StepTimes
 from drumline.observe.display import Display, Progress
 from drumline.observe.run_log import RunLog
-from drumline.observe.usage import Usage
+from drumline.observe.sampler import Sampler
 from drumline.parallel.world import World
+from drumline.training.interval import IntervalTimes
 from drumline.training.metrics import Metric, Score, describe
 from drumline.training.schedule import Due
 from drumline.training.task import Meter
@@ -52,6 +53,7 @@ class RunReporter:
         classes: int = 1000,
         trend: Trend | None = None,
         feed: FeedTimes | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         feed = feed or FeedTimes()
         self.metrics, self.classes, self.trend = metrics, classes, trend
@@ -70,25 +72,33 @@ class RunReporter:
         self._logged_at = (0, perf_counter())
         """The step and the time from which the speed on the display is measured."""
         self._requested: dict[int, tuple[StepTimes, float]] = {}
-        self.interval = IntervalTimes(world, feed)
-        self.clock.ready = lambda: feed.ready
+        self.interval = IntervalTimes(world, feed, sampler)
+        self.clock.batch_events = lambda: BatchEvents(feed.arrived, feed.ready)
+        self._trained_s: list[tuple[int, float]] = []
+        """Steps and seconds of the intervals since the last evaluation."""
 
-    def begin(self, done: int) -> None:
-        """Shows the bar. Called with the number of finished steps once the first batch is there."""
+    def begin(self, done: int, facts: Mapping[str, Any]) -> None:
+        """Shows the bar. Called with the number of finished steps once the first batch is there, and with what the
+        lines of times say about the run."""
+        self.interval.facts = facts
         self.display.begin(self.total, done, self.total / self.per_epoch)
         self.clock.begin()
-        self.interval.restart()
+        self.interval.begin()
         self.pause(done)
 
     def step_done(self, done: int, rate: float, due: Due, seconds_per_step: float) -> None:
         """Called by all ranks after every step, with the same arguments. Logs the steps since the previous line if
         that is due, and moves the bar by what the host knows."""
         self.step = done
+        self._log_times()
+        interval_due = not due.evaluation and self.interval.due(done, seconds_per_step)
         if due.log:
             self.log_steps(done, rate, not_evaluated=due.epoch_end and not due.evaluation)
         elif done >= self._next_peek:
             self.meters.peek(done)
             self._next_peek = done + (max(1, int(PEEK_SECONDS / seconds_per_step)) if seconds_per_step else 1)
+        if interval_due:
+            self._end_interval(done)
         now = perf_counter()
         if now - self._drawn_at < DRAW_SECONDS:
             return
@@ -141,7 +151,7 @@ class RunReporter:
         self.run_log.log(line, show=False)
         if self.trend and (warning := self.trend.accuracy(done, score.correct, score.samples)):
             self.run_log.log(warning)
-        self._log_times(done)
+        self._end_interval(done, wait=True)
         self.pause(done)
 
     def pause(self, done: int) -> None:
@@ -175,16 +185,30 @@ class RunReporter:
 
     def stopped(self, done: int) -> None:
         """Logs the times since the last evaluation, if a run ends without one."""
-        self.interval.add(self.clock.take())
-        self._log_times(done)
+        self._end_interval(done, wait=True)
 
-    def _log_times(self, done: int) -> None:
-        measured = self.interval.take()
-        if measured is None:
+    def _end_interval(self, done: int, wait: bool = False) -> None:
+        """Requests the times since the last interval. An evaluation waits for them, and the speed of the run is that
+        since the one before."""
+        self._log_times(wait=True)
+        self.interval.add(self.clock.take())
+        self.interval.request(done)
+        self._log_times(wait)
+        if wait and self._trained_s:
+            steps, seconds = map(sum, zip(*self._trained_s, strict=True))
+            self.images_per_s = self.batch * steps / max(seconds, 1e-9)
+            self._trained_s = []
+
+    def _log_times(self, wait: bool = False) -> None:
+        arrived = self.interval.arrived(wait)
+        if arrived is None:
             return
-        self.images_per_s = self.batch / max(1e-9, max(measured["step_ms"]) / 1e3)
-        epoch = done / self.per_epoch
-        self.run_log.metric("times", step=done, epoch=epoch, **measured, images_per_s=self.images_per_s)
+        step, measured = arrived
+        step_s = max(measured["step_ms"]) / 1e3
+        self._trained_s.append((measured["steps"], measured["steps"] * step_s))
+        images_per_s = self.batch / max(1e-9, step_s)
+        epoch = step / self.per_epoch
+        self.run_log.metric("times", step=step, epoch=epoch, **measured, images_per_s=images_per_s)
 
     def _pace(self, times: StepTimes, images_per_s: float) -> tuple[float, float]:
         """Images per second, and the share of the time that the device waits for data. The host may be ahead of a
@@ -220,48 +244,6 @@ class RunReporter:
                 self.run_log.log(f"epoch {epoch:.4g}: {self._trained()}not evaluated", show=False)
             self._latest = replace(self._latest, loss=reading.loss, loss_step=reading.step)
             self._show(reading.step, rate, images_per_s, data_share)
-
-
-class IntervalTimes:
-    """The times and resources of all ranks between two evaluations."""
-
-    def __init__(self, world: World, feed: FeedTimes) -> None:
-        self._world, self._feed = world, feed
-        self._times: StepTimes | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Forgets what was used so far."""
-        self._usage, self._fed = Usage.now(), self._feed.sums()
-
-    def add(self, times: StepTimes) -> None:
-        self._times = times if self._times is None else self._times + times
-
-    def take(self) -> dict[str, Any] | None:
-        """Milliseconds of a step, and what the process used, as lists over the ranks; None if there was no step.
-        Every rank calls it. Parts that took no time anywhere are left out."""
-        times, usage, fed = self._times, self._usage, self._fed
-        if times is None or not times.steps:
-            return None
-        self._times = None
-        self.restart()
-        per_step = {
-            "step_ms": times.step_s,
-            "data_ms": times.data_s,
-            "compute_ms": times.compute_s,
-            "late_ms": times.late_s,
-            **{f"host_{part}_ms": seconds for part, seconds in times.parts.items()},
-            **{f"{name}_ms": self._fed[name] - fed[name] for name in fed if name != "read_mb"},
-        }
-        used = self._usage.since(usage) | {"read_mb": (self._fed["read_mb"] - fed["read_mb"]) / times.steps}
-        row = [1e3 * seconds / times.steps for seconds in per_step.values()] + list(used.values())
-        columns = zip(*self._world.all_gather_floats(row), strict=True)
-        found = {
-            name: list(column)
-            for name, column in zip((*per_step, *used), columns, strict=True)
-            if any(column)
-        }
-        return {"steps": times.steps, **found}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from drumline.data.feed.loader import Batches, LoaderWorkers
 from drumline.data.feed.own_transform import load_transform
 from drumline.guards.run.nonfinite import NonFiniteGate
 from drumline.observe.display import Display, make_display
+from drumline.observe.nvml import gpu_reader
 from drumline.observe.run_log import RunLog
+from drumline.observe.sampler import Sampler
 from drumline.observe.timeline import StepTimeline
 from drumline.parallel.norm import explain_one_value
 from drumline.parallel.strategy import SetupContext, Strategy, create_strategy
@@ -89,6 +91,8 @@ class Run:
     """Writes shards of checkpoints, on the other ranks."""
     reporter: RunReporter
     timeline: StepTimeline | None
+    not_captured: str = ""
+    """Why the step is not a CUDA graph, once the rehearsal has tried."""
 
     def __init__(self, recipe: Recipe, world: World, build: Builder, cleanup: ExitStack) -> None:
         enter(Phase.STARTING)
@@ -249,6 +253,8 @@ class Run:
         elif recipe.checkpoint.sharded:
             self.shard_writer = ShardWriter()
             cleanup.callback(self.shard_writer.close)
+        sampler = Sampler(device=gpu_reader(world.device))
+        cleanup.callback(sampler.stop)
         self.reporter = RunReporter(
             self.output.run_log if self.output is not None else RunLog(None),
             display,
@@ -262,6 +268,7 @@ class Run:
             classes=len(self.sets.train.classes),
             trend=self._trend(),
             feed=self.sets.times,
+            sampler=sampler,
         )
         self.timeline = StepTimeline.of(
             self.strategy,

@@ -174,6 +174,11 @@ class TrainStep:
         for parameter, gradient in written:
             parameter.grad = gradient
 
+    @property
+    def captured(self) -> bool:
+        """Whether the step is one CUDA graph."""
+        return self._graph is not None
+
     def uncompiled(self) -> AbstractContextManager[object]:
         """A context in which a compiled model runs as it was written. (Only compiled runs import the compiler.)"""
         compiled = self.strategy.recipe.train.compile

@@ -108,11 +108,12 @@ def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Reque
             dataset.labels[request.samples],
             (),
         )
-        transform_images(pixels, dataset, transform, seed, request)
-        return finished(torch.from_numpy(pixels), labels, bad, transform, seed, request)
+        own_s = transform_images(pixels, dataset, transform, seed, request)
+        made = finished(torch.from_numpy(pixels), labels, bad, transform, seed, request)
+        return made._replace(spent=Spent(own_s=own_s))
     found = [load_sample(dataset, transform, seed, request.epoch, int(key)) for key in request.keys]
     pixels = np.stack([one.pixels for one in found])
-    transform_images(pixels, dataset, transform, seed, request)
+    own = Spent(own_s=transform_images(pixels, dataset, transform, seed, request))
     made = finished(
         torch.from_numpy(pixels),
         np.array([one.label for one in found], np.int64),
@@ -121,7 +122,7 @@ def make_batch(dataset: Dataset, transform: Transform, seed: int, request: Reque
         seed,
         request,
     )
-    return made._replace(spent=reduce(Spent.plus, (one.spent for one in found)))
+    return made._replace(spent=reduce(Spent.plus, (one.spent for one in found), own))
 
 
 def finished(

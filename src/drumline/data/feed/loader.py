@@ -91,11 +91,11 @@ def batches(
             item = next(feed, None)
             if item is None:
                 return
-            batch, bad, ready = item
+            batch, bad, ready, arrived = item
             bad_samples.add(bad)
             if fraction and wanted and ready:
                 fraction.handed(wanted, ready)
-            times.ready = ready
+            times.ready, times.arrived = ready, arrived
             yield _handed_over(batch, ready, device)
 
 
@@ -202,14 +202,15 @@ def _fresh(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8)
 
 
-Ready = tuple[Batch, tuple[BadSample, ...], torch.cuda.Event | None]
+Ready = tuple[Batch, tuple[BadSample, ...], torch.cuda.Event | None, torch.cuda.Event | None]
+"""A batch, its broken samples, and the events after which it is on the device and its copy began."""
 
 
 def _on_host(asked: _FeedArguments) -> Generator[Ready, None, None]:
     with closing(asked.on_host(_fresh)) as host:
         for made in host:
             batch, plan = made.batch, made.plan
-            yield batch._replace(images=apply(batch.images, plan)) if plan else batch, made.bad, None
+            yield batch._replace(images=apply(batch.images, plan)) if plan else batch, made.bad, None, None
 
 
 def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, None, None]:
@@ -232,6 +233,8 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
                 pixels = pinned.take(*batch.images.shape)
                 pixels.copy_(batch.images)
             with torch.cuda.stream(stream):
+                arrived = torch.cuda.Event(enable_timing=True)
+                arrived.record(stream)
                 images = pixels.to(device, non_blocking=True)
                 if decoder and made.undecoded:
                     for slot in decoder.fill(images, made.undecoded).tolist():
@@ -249,7 +252,7 @@ def _on_device(asked: _FeedArguments, device: torch.device) -> Generator[Ready, 
                 moved = Batch(apply(images, made.plan) if made.plan else images, *others)
                 ready = torch.cuda.Event(enable_timing=True)
                 ready.record(stream)
-            yield moved, bad, ready
+            yield moved, bad, ready, arrived
 
 
 @cache

@@ -11,6 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -129,7 +130,8 @@ class Slot:
         self.borrowed: list[object] = []
         """Memory that native threads read and Python must keep alive: paths, or bytes that Python read."""
         self.sound: Future[NDArray[np.bool_]] | None = None
-        self.loads: list[Future[bytes]] = []
+        self.loads: list[Future[tuple[bytes, float]]] = []
+        self.loaded = Spent()
         self.by_python: dict[int, Future[LoadedSample]] = {}
         self.undecoded: Undecoded | None = None
         self.under_way: list[tuple[Pool, int]] = []
@@ -152,7 +154,7 @@ class Slot:
             self.borrowed = [paths]
             self._submit(readers, native.READ_FILES, paths)
         else:
-            self.loads = [rest.submit(self.dataset.read, sample) for sample in samples.tolist()]
+            self.loads = [rest.submit(self._timed_read, sample) for sample in samples.tolist()]
 
     def wait_for_files(self) -> None:
         """Waits until the encoded samples are there."""
@@ -190,17 +192,20 @@ class Slot:
         for slot in np.flatnonzero(undone).tolist():
             if slot not in self.by_python:
                 self._leave_to_python(slot, rest)
-        labels, bad, spent = self.dataset.labels[self.request.samples], list[BadSample](), Spent()
+        labels, bad, spent = self.dataset.labels[self.request.samples], list[BadSample](), self.loaded
         for slot in sorted(self.by_python):
             found = self.by_python[slot].result()
             self.images[slot] = torch.from_numpy(found.pixels)
             labels[slot] = found.label
             bad += found.bad
             spent = spent.plus(found.spent)
-        transform_images(self.images.numpy(), self.dataset, self.transform, self.seed, self.request, rest.map)
+        pixels = self.images.numpy()
+        own_s = transform_images(pixels, self.dataset, self.transform, self.seed, self.request, rest.map)
+        spent = spent.plus(Spent(own_s=own_s))
         made = finished(self.images, labels, tuple(bad), self.transform, self.seed, self.request)
         made = made._replace(undecoded=self.undecoded, spent=spent)
         self.by_python, self.borrowed, self.sound, self.undecoded = {}, [], None, None
+        self.loaded = Spent()
         return made
 
     def wait(self) -> None:
@@ -216,12 +221,17 @@ class Slot:
             load_sample, self.dataset, self.transform, self.seed, self.request.epoch, key
         )
 
+    def _timed_read(self, sample: int) -> tuple[bytes, float]:
+        began = perf_counter()
+        return self.dataset.read(sample), perf_counter() - began
+
     def _take_loads(self, readers: Pool) -> None:
         """Takes the bytes that Python read. What could not be read is left to `load_sample`, which reports why."""
         for slot, load in enumerate(self.loads):
             error = load.exception()
             left = isinstance(error, UserError) and not isinstance(error, LostError)
-            data = b"" if left else load.result()
+            data, seconds = (b"", 0.0) if left else load.result()
+            self.loaded = self.loaded.plus(Spent(read_s=seconds, megabytes=len(data) / 2**20))
             self.borrowed.append(data)
             self.arrays.data[slot] = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
             self.arrays.lengths[slot] = len(data)

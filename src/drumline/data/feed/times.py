@@ -31,6 +31,8 @@ class Spent(NamedTuple):
     cpu_s: float = 0.0
     """The part of `make_s` that ran on a core."""
     megabytes: float = 0.0
+    own_s: float = 0.0
+    """In the user's own transform."""
 
     def plus(self, other: Spent) -> Spent:
         """The sum of both."""
@@ -68,6 +70,8 @@ class FeedTimes:
     """Of the native threads that run now; those that have ended are in `by_python`."""
     ready: Any = None
     """The event after which the last batch was on the device."""
+    arrived: Any = None
+    """The event after which its copy to the device began."""
 
     def sums(self) -> dict[str, float]:
         """Seconds, and megabytes read, from the start."""
@@ -77,5 +81,6 @@ class FeedTimes:
             "workers_read": total.read_s,
             "workers_make": total.make_s,
             "workers_make_cpu": total.cpu_s,
+            "workers_own": total.own_s,
             "read_mb": total.megabytes,
         }
