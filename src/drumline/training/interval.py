@@ -7,11 +7,13 @@ them. All ranks must request them after the same step.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from drumline.core.environment import TRIAL
 from drumline.data.feed.times import FeedTimes
 from drumline.observe.clock import StepTimes
 from drumline.observe.sampler import Sampler
@@ -22,6 +24,8 @@ FIRST_S, EVERY_S = 8.0, 30.0
 """Seconds of steps before the first line of times, and between two later ones, if no evaluation comes first."""
 LEAST_STEPS = 4
 """Steps of an interval that ends before an evaluation."""
+TRIAL_S = 0.5
+"""Seconds between two lines in a short run of `drumline why`; one step is enough there."""
 PLACE = 56
 """Characters of a place in the user's code."""
 _NEVER = -math.inf
@@ -58,8 +62,10 @@ class IntervalTimes:
         if not seconds_per_step:
             return False
         if not self._next:
-            seconds = FIRST_S if not self._written else EVERY_S
-            self._next = done + max(LEAST_STEPS, int(seconds / seconds_per_step))
+            seconds, least = FIRST_S if not self._written else EVERY_S, LEAST_STEPS
+            if TRIAL in os.environ:
+                seconds, least = TRIAL_S, 1
+            self._next = done + max(least, int(seconds / seconds_per_step))
         return done >= self._next
 
     def request(self, step: int) -> None:
