@@ -7,14 +7,14 @@ left out and said, never guessed. `measure` runs the arms; the rest is pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.config.fields import recipe_fields
-from drumline.config.sources import SOURCES, names_code
-from drumline.core.errors import UserError
+from drumline.config.sources import names_code
 from drumline.core.machine import usable_memory
 from drumline.core.progress import progress
 from drumline.core.text import percent, rate
@@ -23,7 +23,7 @@ from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.page_cache import Dropped, drop
 from drumline.diagnosis.rules import diagnose
 from drumline.diagnosis.slowdown import Slowdown, ranked
-from drumline.diagnosis.trial import NO_PAUSES, Command, TrialFailed, announced, run_trial
+from drumline.diagnosis.trial import NO_PAUSES, Command, TrialFailed, announced, error_of, run_trial
 
 SYNTHETIC, CACHED, COLD = "synthetic", "cached", "cold"
 ARMS = {
@@ -33,6 +33,8 @@ ARMS = {
 }
 WORTH = 0.1
 """A stall below this fraction of the time is no reason."""
+SURE = 2.0
+"""Standard errors that a stall must exceed."""
 FITS = 0.8
 """Data up to this fraction of the memory stays there after the first epoch."""
 OF_DATA = ("disk", "workers", "decode", "transform", "feed", "data")
@@ -47,15 +49,14 @@ class Measured:
 
     evidence: Evidence
     """Of the arm that is like the run after its first epoch, with the speeds of all arms."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """The standard error of each speed, as a fraction."""
     dropped: Dropped | None = None
     """None: the data is in the memory of the process."""
+    cold: bool = False
+    """Whether the run reads its files from the disk in every epoch, because they do not fit into the memory."""
     notes: Sequence[str] = ()
     """What could not be measured."""
-
-    @property
-    def findings(self) -> list[Slowdown]:
-        """All reasons, from the rules and from the arms."""
-        return joined(self.evidence)
 
 
 def prep_stall(arms: Mapping[str, float]) -> float | None:
@@ -74,12 +75,13 @@ def _stall(arms: Mapping[str, float], slow: str, fast: str) -> float | None:
     return max(0.0, 1 - arms[slow] / arms[fast])
 
 
-def joined(evidence: Evidence) -> list[Slowdown]:
+def findings(measured: Measured) -> list[Slowdown]:
     """The reasons of the rules, none of them predicted to be faster than synthetic data, and those that only the arms
     show."""
+    evidence = measured.evidence
     found = [_within_synthetic(each, evidence.arms) for each in diagnose(evidence)]
     if not any(each.code in OF_DATA for each in found):
-        found += _from_arms(evidence)
+        found += _from_arms(measured)
     return ranked(found)
 
 
@@ -90,34 +92,45 @@ def _within_synthetic(found: Slowdown, arms: Mapping[str, float]) -> Slowdown:
     return replace(found, saving=max(0.0, 1 - found.images_per_s / most))
 
 
-def _from_arms(evidence: Evidence) -> Iterator[Slowdown]:
+def _from_arms(measured: Measured) -> Iterator[Slowdown]:
     """A stall that no rule has explained."""
-    arms, now = evidence.arms, Figures(evidence).images_per_s
-    prep = prep_stall(arms)
-    if prep is not None and prep >= WORTH:
-        yield Slowdown(
-            "prep",
-            f"{percent(prep)} of the time goes into making batches: {rate(arms[CACHED], 'img')} from files in "
-            f"memory, {rate(arms[SYNTHETIC], 'img')} with synthetic data",
-            prep,
-            fix="`drumline why --sweep workers=...` finds the best number of workers; `drumline pack` stores smaller "
-            "images",
-            images_per_s=now,
+    arms, now = measured.evidence.arms, Figures(measured.evidence).images_per_s
+    for code, stall, slow, fast, what in (
+        ("prep", prep_stall(arms), CACHED, SYNTHETIC, "making batches"),
+        ("fetch", fetch_stall(arms) if measured.cold else None, COLD, CACHED, "reading files"),
+    ):
+        if stall is None or stall < WORTH:
+            continue
+        if stall < SURE * math.hypot(measured.errors.get(slow, 0.0), measured.errors.get(fast, 0.0)):
+            continue
+        text = (
+            f"{what} takes {percent(stall)} of the time: {rate(arms[slow], 'img')} with {ARMS[slow]}, "
+            f"{rate(arms[fast], 'img')} with {ARMS[fast]}"
         )
+        yield Slowdown(code, text, stall, fix=_FIXES[code], images_per_s=now)
+
+
+_FIXES = {
+    "prep": "`drumline why --sweep workers=1,2,4` finds the best number of workers; `drumline pack` stores smaller "
+    "images",
+    "fetch": "`drumline pack DATA OUT` stores the data in a few large files; a faster or local disk, or more memory, "
+    "helps too",
+}
 
 
 def lines(measured: Measured) -> list[str]:
     """The arms and the stalls, for people."""
-    arms = measured.evidence.arms
+    arms, dropped = measured.evidence.arms, measured.dropped
+    once = "" if measured.cold else ", in the first epoch alone"
     shown = {
         SYNTHETIC: "what the model can take",
         CACHED: _stalled("prep stall", prep_stall(arms), "making batches"),
-        COLD: _stalled("fetch stall", fetch_stall(arms), "reading files"),
+        COLD: _stalled("fetch stall", fetch_stall(arms), f"reading files{once}"),
     }
-    width = max(len(f"{rate(speed, 'img')}") for speed in arms.values())
-    titles = ARMS if measured.dropped is not None else {**ARMS, CACHED: "the data"}
+    titles = ARMS if dropped is not None else {**ARMS, CACHED: "the data"}
+    width = max(len(rate(speed, "img")) for speed in arms.values())
     found = [
-        f"{titles[name]:<15}  {rate(arms[name], 'img'):>{width}}  {text}".rstrip()
+        f"{titles[name]:<15}  {rate(arms[name], 'img'):>{width}} ± {percent(measured.errors[name])}  {text}".rstrip()
         for name, text in shown.items()
         if name in arms
     ]
@@ -139,10 +152,10 @@ def synthetic_settings(evidence: Evidence) -> list[str]:
         "data.size": str(model["size"]),
     }
     reset = {
-        name: _text(field.default)
-        for name, field in recipe_fields().items()
-        if (field.section == "data" and name not in _KEPT) or name == "train.class_weights"
-        if _plain(evidence.recipe.get(name, field.default)) != _plain(field.default)
+        name: _text(each.default)
+        for name, each in recipe_fields().items()
+        if (each.section == "data" and name not in _KEPT) or name == "train.class_weights"
+        if _plain(evidence.recipe.get(name, each.default)) != _plain(each.default)
     }
     return [f"{name}={value}" for name, value in (reset | given).items()]
 
@@ -163,13 +176,13 @@ def files_of(settings: Mapping[str, Any]) -> list[Path] | None:
 
     path, labels = settings["data.path"], settings["data.labels"]
     source = detect_source(settings["data.source"], path, labels=labels)
-    if source in SOURCES and not names_code(source) and source not in _READ_AS_NEEDED:
+    if names_code(source):
+        return [Path(path)] if path and Path(path).exists() else []
+    if source not in _READ_AS_NEEDED:
         return None
-    given = [Path(each) for each in (path, labels) if each]
-    # The paths of a label file are relative to its folder; a pattern of shards names files in a folder.
-    if labels and not path:
-        given = [Path(labels).parent]
-    return [each if each.exists() else each.parent for each in given]
+    # Without a path, those of a label file are relative to its folder.
+    data = Path(path) if path else Path(labels).parent
+    return [data if data.exists() else data.parent]  # a pattern of shards names files in a folder
 
 
 _READ_AS_NEEDED = ("folder", "labels", "tar", "webdataset", "packed")
@@ -181,7 +194,7 @@ def measure(
     """Runs the arms. `settings` is the recipe of the command: dotted names and values. A command that cannot run on
     its own data raises; an arm that cannot is left out."""
     files = files_of(settings)
-    arms, notes = dict[str, float](), list[str]()
+    arms, errors, notes = dict[str, float](), dict[str, float](), list[str]()
     dropped: Dropped | None = None
     cold, cached = Evidence(()), Evidence(())
     names = [CACHED, SYNTHETIC] if files is None else [COLD, CACHED, SYNTHETIC]
@@ -208,12 +221,15 @@ def measure(
             notes.append(f"{ARMS[name]}: not measured: one epoch is too short")
             continue
         arms[name] = Figures(found).whole.images_per_s
+        errors[name] = error_of(found.intervals[1:])
         say(f"{ARMS[name]}: {rate(arms[name], 'img')}")
-    large = dropped is not None and dropped.bytes > FITS * usable_memory()
-    real = cold if COLD in arms and large else cached
-    if not real.intervals:
-        raise UserError("the run is too short to be measured", "give a larger --seconds")
-    return Measured(replace(real, arms=arms), dropped, notes)
+    large = COLD in arms and dropped is not None and dropped.bytes > FITS * usable_memory()
+    return Measured(replace(cold if large else cached, arms=arms), errors, dropped, large, notes)
+
+
+def run_cold(command: Command, seconds: float) -> Evidence:
+    """A short run of the first epoch, which reads files that were dropped from memory."""
+    return run_trial(command.having(*NO_PAUSES), seconds, within=lambda interval: interval.epoch <= 1)
 
 
 def _same_samples(cold: Evidence) -> Callable[[Interval], bool]:
