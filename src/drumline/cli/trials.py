@@ -23,6 +23,7 @@ from drumline.observe.text_log import say
 
 if TYPE_CHECKING:
     from drumline.diagnosis.evidence import Evidence
+    from drumline.diagnosis.measure import Measured
     from drumline.diagnosis.slowdown import Slowdown
     from drumline.diagnosis.trial import Command
 
@@ -81,7 +82,7 @@ def measure(arguments: Sequence[str], options: TrialOptions) -> int:
 
     command, recipe = command_of(arguments)
     measured = arms.measure(command, flat_recipe(dump_recipe(recipe)), options.seconds, say)
-    found = measured.findings
+    found = arms.findings(measured)
     for line in [*arms.lines(measured), *verdict_lines(measured.evidence, found, _width())]:
         print(message(line))
     speeds = measured.evidence.arms
@@ -93,20 +94,20 @@ def measure(arguments: Sequence[str], options: TrialOptions) -> int:
         "findings": [each.as_dict() for each in found],
     }
     if options.apply:
-        result["applied"] = _apply(command, found, measured.evidence, options.seconds, again=False)
+        result["applied"] = _apply(command, found, measured.evidence, options.seconds, measured)
     print_result(result)
     return 0
 
 
 def apply_to_run(
     run: Path, found: Sequence[Slowdown], evidence: Evidence, seconds: float, trust: bool
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """`drumline why RUN --apply`: tries the best change of a run's recipe. Returns the result for JSON."""
     from drumline.diagnosis.trial import interruptible
 
     command, _ = command_of([str(run / "recipe.toml"), *(["--trust"] if trust else [])])
     with interruptible():
-        return _apply(command, found, evidence, seconds, again=True)
+        return _apply(command, found, evidence, seconds)
 
 
 def sweep(arguments: Sequence[str], options: TrialOptions) -> int:
@@ -187,18 +188,36 @@ def _recipes_of_runs(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _apply(
-    command: Command, found: Sequence[Slowdown], evidence: Evidence, seconds: float, again: bool
-) -> dict[str, Any]:
-    """Applies the best change; `again`: measures the command as it is, too."""
+    command: Command,
+    found: Sequence[Slowdown],
+    evidence: Evidence,
+    seconds: float,
+    measured: Measured | None = None,
+) -> dict[str, Any] | None:
+    """Applies the best change. `measured` is the measurement of the command as it is, if there is one."""
     from drumline.diagnosis import apply as applying
+    from drumline.diagnosis.measure import files_of, run_cold
+    from drumline.diagnosis.page_cache import drop
+    from drumline.diagnosis.trial import run_trial
 
-    best = applying.choose(found)
-    needed = applying.seconds_needed(best, evidence, seconds)
-    # The arms may have been too short for the evaluations or saves that this is about.
-    again = again or needed > seconds
-    if again:
-        _announce(2, needed)
-    applied = applying.apply(command, best, None if again else evidence, needed)
+    try:
+        best = applying.choose(found)
+        needed = applying.seconds_needed(best, evidence, seconds)
+    except UserError as error:
+        print(message(f"not applied: {error}"))
+        return None
+    # What was measured may have been too short for the evaluations or saves that this is about.
+    before = None if measured is None or needed > seconds else evidence
+    cold = measured is not None and measured.cold
+
+    def run(each: Command) -> Evidence:
+        if not cold:
+            return run_trial(each, needed)
+        drop(files_of(evidence.recipe) or [])
+        return run_cold(each, needed)
+
+    _announce(1 if before else 2, needed)
+    applied = applying.apply(command, best, before, run)
     for line in applied.lines():
         print(message(line))
     return applied.as_dict()

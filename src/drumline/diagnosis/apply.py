@@ -1,13 +1,13 @@
 """Applies the best change that a diagnosis names, in a short run, and compares its speed with the prediction.
 
-Promises: before and after are measured in the same way, one after the other. The prediction is made before the change
-is measured. `apply` runs; the rest is pure.
+Promises: before and after are measured in the same way, one after the other, and the prediction comes before both.
+All but `apply` is pure.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from drumline.core.text import percent, rate
 from drumline.diagnosis.evidence import Evidence
 from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.slowdown import Slowdown
-from drumline.diagnosis.trial import Command, run_trial
+from drumline.diagnosis.trial import Command
 
 PAUSES = {"evaluation": "train.eval_every", "checkpoint": "checkpoint.every_epochs"}
 """The reasons that are about what happens between steps, with the field that counts epochs."""
@@ -99,8 +99,8 @@ def seconds_needed(found: Slowdown, evidence: Evidence, seconds: float) -> float
     if name == field:
         last = evidence.intervals[-1]
         steps *= last.step / last.epoch
-    # The warm-up comes before, and a cycle may have begun.
-    needed = (CYCLES + 1) * steps * figures.wall_ms / 1e3
+    # A cycle may have begun when the measurement begins.
+    needed = (CYCLES + 1) * steps * figures.wall_ms * (1 - found.saving) / 1e3
     if needed > max(seconds, LONGEST):
         raise UserError(
             f"{found.flag}: {CYCLES + 1} times that many steps take {needed:,.0f} s, too long for a short run",
@@ -109,14 +109,16 @@ def seconds_needed(found: Slowdown, evidence: Evidence, seconds: float) -> float
     return max(seconds, needed)
 
 
-def apply(command: Command, found: Slowdown, before: Evidence | None, seconds: float) -> Applied:
-    """Measures a command with the change, and first as it is, unless `before` is that measurement."""
+def apply(
+    command: Command, found: Slowdown, before: Evidence | None, run: Callable[[Command], Evidence]
+) -> Applied:
+    """Measures a command with the change, and first as it is, unless `before` is that measurement. `run` runs a
+    command for a short time."""
     changed = command.having(*shlex.split(found.flag))
     speeds = []
-    for each in (before or command, changed):
-        evidence = run_trial(each, seconds) if isinstance(each, Command) else each
+    for evidence in (before or run(command), run(changed)):
         if len(evidence.intervals) < 2:
-            raise UserError(f"{each}: too short to be measured", "give a larger --seconds")
+            raise UserError("the short run was too short to be measured", "give a larger --seconds")
         speeds.append(Figures(evidence).images_per_s)
     before_speed, after_speed = speeds
     return Applied(found, before_speed, after_speed, str(changed))
