@@ -1,10 +1,86 @@
-"""Rules (to be filled)."""
+"""Rules about several processes: one that is slower than the others, and gradients that are waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from statistics import median
 
-from drumline.diagnosis.figures import Figures
+from drumline.core.account import EXCHANGE
+from drumline.core.text import percent
+from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
+from drumline.diagnosis.rules.host import own_line
 from drumline.diagnosis.slowdown import Slowdown
 
-RULES: tuple[Callable[[Figures], Iterable[Slowdown]], ...] = ()
+SLOWER = 0.12
+"""A rank whose own work takes this much longer than that of the others is slow."""
+EXCHANGE_WORTH = 0.12
+"""Fraction of a step that even the slowest rank waits for the exchange."""
+LARGER = 2
+"""The advised batch, in batches of now."""
+
+
+def slow_rank(figures: Figures) -> Iterator[Slowdown]:
+    """By what each rank does before it waits for the others: the exchange makes their steps equally long."""
+    if figures.ranks < 2:
+        return
+    own = [figures.busy(rank) for rank in range(figures.ranks)]
+    slow = max(range(figures.ranks), key=lambda rank: own[rank])
+    usual = median([each for rank, each in enumerate(own) if rank != slow])
+    excess = own[slow] - usual
+    if excess < SLOWER * figures.step_ms:
+        return
+    parts = {part: _excess(figures, part, slow) for part in HOST_PARTS if part != EXCHANGE}
+    part = max(parts, key=lambda name: parts[name])
+    text = (
+        f"rank {slow} is {percent(excess / usual) if usual else 'much'} slower than the others, which wait for it: "
+        f"{ms(own[slow])} of its own work in each step against {ms(usual)}. Its excess is in {part} "
+        f"({ms(parts[part])} of {ms(excess)})"
+    )
+    if where := own_line(figures, slow):
+        text += f", in {where}"
+    fix = {
+        "data": "look at the disk and the cores of its machine",
+        "log": "rank 0 alone writes: write less often, and not in the step",
+        "evaluation": "let all ranks take part",
+    }.get(
+        part,
+        "look for what only rank 0 does, such as logging, printing or saving"
+        if slow == 0
+        else "look for other programs on its machine or GPU, and for lower clocks",
+    )
+    yield figures.slowdown("rank-0" if slow == 0 else "slow-rank", text, excess, fix=fix)
+
+
+def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
+    """What even the rank that is waited for waits: the exchange itself, as far as no backward covers it."""
+    if figures.ranks < 2:
+        return
+    on_device = figures.on_gpu and figures.known(f"device_{EXCHANGE}_ms")
+    if figures.on_gpu and not on_device:
+        return
+    exposed = min(figures.get(f"device_{EXCHANGE}_ms" if on_device else f"host_{EXCHANGE}_ms"))
+    # While one rank waits for a core, the others wait for it.
+    exposed -= figures.mean("loop_queued") * figures.wall_ms
+    if exposed < EXCHANGE_WORTH * figures.step_ms:
+        return
+    batch = figures.setting("data.batch")
+    text = (
+        f"the exchange of gradients adds {ms(exposed)} after backward, {percent(exposed / figures.step_ms)} of each "
+        "step, even on the rank that waits least"
+    )
+    yield figures.slowdown(
+        "exchange",
+        text,
+        exposed * (1 - 1 / LARGER),
+        figures.flag("data.batch", batch * LARGER) if isinstance(batch, int) else "",
+        "a larger batch exchanges as much for more images, with the learning rate that it needs; or fewer processes",
+    )
+
+
+RULES = (slow_rank, exposed_exchange)
+
+
+def _excess(figures: Figures, part: str, slow: int) -> float:
+    """How much longer a part takes on the slow rank than on the others."""
+    values = figures.get(f"host_{part}_ms")
+    return values[slow] - median([value for rank, value in enumerate(values) if rank != slow])

@@ -1,10 +1,227 @@
-"""Rules (to be filled)."""
+"""Rules about the host: what the loop does between and inside steps other than computing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 
-from drumline.diagnosis.figures import Figures
+from drumline.core.account import COMPUTE, DATA, EXCHANGE, GUARDS, LOG, OTHER
+from drumline.core.text import percent
+from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
-RULES: tuple[Callable[[Figures], Iterable[Slowdown]], ...] = ()
+PART_WORTH = 0.08
+"""Fraction of a step that logging or guards may take."""
+STALL_WORTH = 0.12
+"""Fraction of a step in which the loop neither runs, nor wants to run, nor waits for data or another process."""
+FIXED_WORTH = 0.3
+"""Fraction of a step that does not depend on the batch."""
+QUEUE_WORTH = 0.25
+"""Fraction of its time that the loop waits for a core."""
+OTHERS_WORTH = 0.25
+"""Fraction of the machine's cores that other programs use."""
+OVERCOMMITTED = 2.0
+"""Threads that compute, for each core."""
+OWN_LINE_WORTH = 0.1
+"""Fraction of the looks that find the loop in one line of the user's code, above which the line is named."""
+SMALL_BATCH = 64
+"""Samples per process and step above which a batch is not small."""
+LATE_WORTH = 0.08
+"""Fraction of the time for which a GPU waits for the host between two steps."""
+
+
+def logging(figures: Figures) -> Iterator[Slowdown]:
+    taken = _critical(figures, LOG)
+    if _unimportant(figures, taken):
+        return
+    every = figures.setting("train.log_every") or 0
+    rarer = max(50, 10 * every)
+    text = f"logging takes {_share(figures, taken)}" + (f", with a line every {every} steps" if every else "")
+    saved = taken * (1 - every / rarer) if every else taken
+    flag = figures.flag("train.log_every", rarer) if every else ""
+    yield figures.slowdown(
+        "logging", text, saved, flag, "log less often, and read no value from the device to log it"
+    )
+
+
+def guards(figures: Figures) -> Iterator[Slowdown]:
+    """Only what rarer fingerprints would save: those of the first steps and of saves stay."""
+    taken, every = _critical(figures, GUARDS), figures.setting("guard.every")
+    if not every or _unimportant(figures, taken):
+        return
+    steady = figures.steady
+    first, last = steady[0].step - steady[0].steps, steady[-1].step
+    regular = last // every - first // every
+    saves = sum(each.get("host_checkpoint_ms")[0] > 0 for each in steady)
+    saved = taken * regular / max(1, regular + saves) * (1 - every / max(100, 10 * every))
+    if saved < PART_WORTH * figures.step_ms:
+        return
+    yield figures.slowdown(
+        "guards",
+        f"guards take {_share(figures, taken)}, with fingerprints every {every} steps",
+        saved,
+        figures.flag("guard.every", max(100, 10 * every)),
+        "compare fingerprints less often",
+    )
+
+
+def stalled(figures: Figures) -> Iterator[Slowdown]:
+    """The loop sleeps inside a step: it waits for something that is neither data nor another process. On a GPU the
+    host may wait for the device."""
+    if figures.on_gpu or not figures.known("loop_cores", "loop_queued"):
+        return
+    stall = min(stalled_ms(figures, rank) for rank in range(figures.ranks))
+    if stall < STALL_WORTH * figures.step_ms:
+        return
+    where = own_line(figures)
+    parts = [part for part in HOST_PARTS if part not in (DATA, EXCHANGE)]
+    longest = max(parts, key=lambda part: figures.mean(f"host_{part}_ms"))
+    text = (
+        f"the loop does nothing for {_share(figures, stall)}: it neither computes nor waits for data or another "
+        f"process. The longest part is {longest} ({ms(figures.mean(f'host_{longest}_ms'))})"
+    )
+    named = figures.own_code("train.loss", "model.name", "optim.name", "distill.method")
+    if where:
+        text += f"; most of it in {where}"
+    elif named:
+        text += f"; your own code in the step: {', '.join(named)}"
+    fix = "look there for a sleep, a request, a print, a file or a lock, and move it out of the step"
+    yield figures.slowdown("stall", text, stall, fix=fix)
+
+
+def late_host(figures: Figures) -> Iterator[Slowdown]:
+    """The device waits for the host although its batch is there."""
+    late = figures.mean("late_ms")
+    if not figures.on_gpu or late < LATE_WORTH * figures.step_ms:
+        return
+    between = (LOG, GUARDS, OTHER, COMPUTE)
+    longest = max(between, key=lambda part: figures.mean(f"host_{part}_ms"))
+    text = (
+        f"the GPU waits {_share(figures, late)} for the host, although its batch is there. Of what the host does "
+        f"between two steps, {longest} takes longest ({ms(figures.mean(f'host_{longest}_ms'))})"
+    )
+    if where := own_line(figures):
+        text += f"; of your own code, {where}"
+    yield figures.slowdown(
+        "late-host", text, late, fix="look for .item(), print or files in your own code between two steps"
+    )
+
+
+def small_batch(figures: Figures) -> Iterator[Slowdown]:
+    """Much of a step does not depend on its batch. On a GPU, the host only starts the work."""
+    rank_batch = figures.fact("rank_batch", figures.batch / figures.ranks)
+    if figures.on_gpu or rank_batch > SMALL_BATCH or figures.fixed_ms < FIXED_WORTH * figures.step_ms:
+        return
+    larger = 4
+    batch = figures.setting("data.batch")
+    text = (
+        f"a step of {rank_batch:.0f} images{' per process' if figures.ranks > 1 else ''} takes "
+        f"{ms(figures.step_ms)}, of which {ms(figures.fixed_ms)} ({percent(figures.fixed_ms / figures.step_ms)}) do "
+        "not depend on the batch: optimizer, guards, logging, Python"
+    )
+    yield figures.slowdown(
+        "small-batch",
+        text,
+        figures.fixed_ms * (1 - 1 / larger),
+        figures.flag("data.batch", batch * larger) if isinstance(batch, int) else "",
+        "a larger batch, with the learning rate that it needs (optim.lr_scaling)",
+    )
+
+
+def too_many_threads(figures: Figures) -> Iterator[Slowdown]:
+    """More threads compute than there are cores, so they wait for each other."""
+    cores, threads = figures.cores, int(figures.fact("torch_threads", 0))
+    if figures.on_gpu or not cores or not threads:
+        return
+    workers = 0 if figures.fact("arrays") else int(figures.fact("workers", 0))
+    all_threads = (threads + workers) * figures.local_ranks
+    own_share = max(1, cores // figures.local_ranks)
+    if all_threads < OVERCOMMITTED * cores + figures.local_ranks or max(threads, workers) <= own_share:
+        return
+    text = f"{all_threads} threads compete for {cores} cores: {threads} that compute"
+    text += f" and {workers} workers" if workers else ""
+    text += f" in each of {figures.local_ranks} processes" if figures.local_ranks > 1 else ""
+    if figures.known("queued_cores"):
+        queued = sum(figures.get("queued_cores"))
+        text += f"; {queued:.1f} of them wait for a core at any time"
+    if threads > own_share:
+        flag = figures.flag("parallel.threads", own_share)
+    else:
+        flag = figures.flag("data.workers", own_share)
+    yield figures.slowdown("threads", text, 0.0, flag, f"use {own_share}")
+
+
+def busy_machine(figures: Figures) -> Iterator[Slowdown]:
+    """Other programs use the cores."""
+    if not _waits_for_core(figures):
+        return
+    others, queued = _others(figures), figures.mean("loop_queued")
+    text = (
+        f"other programs use {others:.1f} of {figures.fact('machine_cores', figures.cores)} cores: the loop waits "
+        f"for a core for {percent(queued)} of its time"
+    )
+    used = others + sum(figures.get("own_cores")[: figures.local_ranks])
+    saved = queued * figures.wall_ms * others / max(used, 1e-9)
+    yield figures.slowdown("machine-busy", text, saved, fix="end them, or run them elsewhere")
+
+
+RULES = (
+    logging,
+    guards,
+    stalled,
+    late_host,
+    small_batch,
+    too_many_threads,
+    busy_machine,
+)
+
+
+def stalled_ms(figures: Figures, rank: int) -> float:
+    """How long this rank's loop sleeps in a step without a known reason: what is left of the whole time without its
+    time on a core and in the queue for one, and without all that may sleep with a reason."""
+    wall = figures.whole.walls[rank]
+    awake = figures.get("loop_cores")[rank] + figures.get("loop_queued")[rank]
+    asleep = wall * (1 - min(1.0, awake))
+    known = sum(figures.part(rank, part) for part in (DATA, EXCHANGE))
+    known += sum(figures.get(f"host_{part}_ms")[rank] for part in ("evaluation", "checkpoint"))
+    if figures.fact("torch_threads", 1) > 1:  # it waits for the threads that compute with it
+        of_others = figures.get("own_cores")[rank] - figures.get("loop_cores")[rank]
+        queued = figures.get("queued_cores")[rank] - figures.get("loop_queued")[rank]
+        known += wall * max(0.0, of_others + queued)
+    return max(0.0, asleep - known)
+
+
+def own_line(figures: Figures, rank: int | None = None) -> str:
+    """The line of the user's own code that the loop is in most often, if it is there often enough."""
+    places, shares = figures.fact("own_code", ()), figures.get("own_code_share")
+    ranks = range(figures.ranks) if rank is None else [rank]
+    found = [(shares[each], places[each]) for each in ranks if each < len(places) and places[each]]
+    share, place = max(found, default=(0.0, ""))
+    return f"{place} ({percent(share)} of the time)" if share >= OWN_LINE_WORTH else ""
+
+
+def _critical(figures: Figures, part: str) -> float:
+    """The largest time of a part on any rank: the others wait for it."""
+    return max(figures.get(f"host_{part}_ms"))
+
+
+def _unimportant(figures: Figures, taken: float) -> bool:
+    """On a GPU, what the host does between two steps costs at most what the device waits for it."""
+    cost = min(taken, figures.mean("late_ms")) if figures.on_gpu else taken
+    return cost < PART_WORTH * figures.step_ms
+
+
+def _share(figures: Figures, taken: float) -> str:
+    return f"{percent(taken / figures.step_ms)} of each step ({ms(taken)} of {ms(figures.step_ms)})"
+
+
+def _others(figures: Figures) -> float:
+    """Cores that other programs use."""
+    return max(0.0, max(figures.get("busy_cores")) - sum(figures.get("own_cores")[: figures.local_ranks]))
+
+
+def _waits_for_core(figures: Figures) -> bool:
+    """Whether other programs keep the loop from running, which makes every part of a step longer."""
+    if not figures.known("loop_queued", "busy_cores", "own_cores"):
+        return False
+    machine = figures.fact("machine_cores", figures.cores)
+    return figures.mean("loop_queued") >= QUEUE_WORTH and _others(figures) >= OTHERS_WORTH * machine
