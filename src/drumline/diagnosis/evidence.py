@@ -101,8 +101,10 @@ def read_evidence(run: Path) -> Evidence:
 
 
 def _interval(line: Mapping[str, Any]) -> Interval:
-    values = {
-        name: tuple(value) for name, value in line.items() if isinstance(value, list) and None not in value
-    }
-    facts = {name: value for name, value in line.items() if not isinstance(value, list) and name not in _OWN}
+    values, facts = {}, {}
+    for name, value in line.items():
+        if isinstance(value, list) and all(isinstance(each, int | float) for each in value):
+            values[name] = tuple(value)
+        elif name not in _OWN and name not in line.get("nonfinite", ()):
+            facts[name] = value
     return Interval(line["step"], line["epoch"], line["steps"], line["images_per_s"], values, facts)

@@ -24,6 +24,7 @@ def speed_facts(run: Run) -> dict[str, Any]:
         "machine_cores": psutil.cpu_count() or 1,
         "local_ranks": world.local_size,
         "torch_threads": torch.get_num_threads(),
+        "eval_samples": len(sets.eval) if run.task.evaluates else 0,
         "rank_batch": len(range(run.recipe.data.batch)[rows]),
         "machine_memory_mb": psutil.virtual_memory().total / 2**20,
     }

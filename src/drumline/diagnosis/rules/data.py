@@ -19,6 +19,8 @@ MAIN = 0.5
 MOST_WORKERS = 64
 SPARE_CORE = 0.5
 """Free cores that are enough for another worker."""
+WAITS = 0.1
+"""Workers that use less than this of a core wait for something else, so the cores do not limit their number."""
 
 
 def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
@@ -118,9 +120,11 @@ def _transform(figures: Figures, head: str, wait: float, spent: dict[str, float]
     wanted = _workers_wanted(figures, wait, spent["transform"])
     flag = figures.flag("data.workers", wanted) if wanted > workers else ""
     if not workers:  # arrays: the feed makes them itself unless processes are asked for
-        flag = figures.flag("data.pool", "processes")
+        flag, given = figures.flag("data.pool", "processes"), figures.setting("data.workers")
+        wanted = given if isinstance(given, int) else max(1, figures.cores // figures.local_ranks)
+    after = spent["transform"] * max(workers, 1) / wanted if flag else 0.0
     fix = "make it faster, for example with NumPy on whole arrays, or do it once and store the result"
-    return figures.slowdown("transform", text, min(wait, spent["transform"]), flag, fix)
+    return figures.slowdown("transform", text, min(wait, spent["transform"] - after), flag, fix)
 
 
 def _feed(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
@@ -156,8 +160,11 @@ def _workers_wanted(figures: Figures, wait: float, part_ms: float) -> int:
     target = max(figures.step_ms - wait, 1e-9)
     needed = math.ceil(workers * part_ms / target)
     making = figures.mean("workers_make_ms")
-    on_core = min(1.0, figures.mean("workers_make_cpu_ms") / making) if making else 1.0
-    free = figures.free_cores / figures.local_ranks
-    if on_core > 0.1:
-        needed = min(needed, workers + math.floor((free + 1 - SPARE_CORE) / on_core))
+    # A worker that waits for a core would use it.
+    wants = figures.mean("workers_make_cpu_ms") + figures.mean("queued_cores") * figures.wall_ms
+    on_core = min(1.0, wants / making) if making else 0.0
+    if on_core > WAITS and figures.cores:
+        free = figures.free_cores / figures.local_ranks
+        more = math.floor((free + 1 - SPARE_CORE) / on_core)
+        needed = min(needed, workers + more, math.floor(figures.cores / figures.local_ranks / on_core))
     return min(needed, MOST_WORKERS)

@@ -23,7 +23,7 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     """By what each rank does before it waits for the others: the exchange makes their steps equally long."""
     if figures.ranks < 2:
         return
-    own = [figures.busy(rank) for rank in range(figures.ranks)]
+    own = [_own_work(figures, rank) for rank in range(figures.ranks)]
     slow = max(range(figures.ranks), key=lambda rank: own[rank])
     usual = median([each for rank, each in enumerate(own) if rank != slow])
     excess = own[slow] - usual
@@ -78,6 +78,11 @@ def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
 
 
 RULES = (slow_rank, exposed_exchange)
+
+
+def _own_work(figures: Figures, rank: int) -> float:
+    """A step of this rank alone: without waiting for the others, or for a core."""
+    return figures.busy(rank) - figures.get("loop_queued")[rank] * figures.whole.walls[rank]
 
 
 def _excess(figures: Figures, part: str, slow: int) -> float:

@@ -23,7 +23,11 @@ OVERCOMMITTED = 2.0
 """Threads that compute, for each core."""
 OWN_LINE_WORTH = 0.1
 """Fraction of the looks that find the loop in one line of the user's code, above which the line is named."""
-SMALL_BATCH = 64
+LARGER = 4
+"""The advised batch, in batches of now."""
+OVERHEAD_SURE = 0.6
+"""An evaluation does less for each image, so a smaller difference shows nothing."""
+SMALL_BATCH = 32
 """Samples per process and step above which a batch is not small."""
 LATE_WORTH = 0.08
 """Fraction of the time for which a GPU waits for the host between two steps."""
@@ -109,20 +113,28 @@ def late_host(figures: Figures) -> Iterator[Slowdown]:
 def small_batch(figures: Figures) -> Iterator[Slowdown]:
     """Much of a step does not depend on its batch. On a GPU, the host only starts the work."""
     rank_batch = figures.fact("rank_batch", figures.batch / figures.ranks)
-    if figures.on_gpu or rank_batch > SMALL_BATCH or figures.fixed_ms < FIXED_WORTH * figures.step_ms:
+    if figures.on_gpu or rank_batch > SMALL_BATCH:
         return
-    larger = 4
+    passes = figures.mean("host_forward_ms") + figures.mean("host_backward_ms")
+    launching = passes * _overhead(figures, rank_batch)
+    fixed = figures.fixed_ms + launching
+    if fixed < FIXED_WORTH * figures.step_ms:
+        return
     batch = figures.setting("data.batch")
     text = (
         f"a step of {rank_batch:.0f} images{' per process' if figures.ranks > 1 else ''} takes "
-        f"{ms(figures.step_ms)}, of which {ms(figures.fixed_ms)} ({percent(figures.fixed_ms / figures.step_ms)}) do "
-        "not depend on the batch: optimizer, guards, logging, Python"
+        f"{ms(figures.step_ms)}, of which {ms(fixed)} ({percent(fixed / figures.step_ms)}) do not depend on the "
+        f"batch: {ms(figures.fixed_ms)} for optimizer, logging and Python"
     )
+    if launching:
+        text += (
+            f", {ms(launching)} in forward and backward, which an evaluation in large batches does not need"
+        )
     yield figures.slowdown(
         "small-batch",
         text,
-        figures.fixed_ms * (1 - 1 / larger),
-        figures.flag("data.batch", batch * larger) if isinstance(batch, int) else "",
+        fixed * (1 - 1 / LARGER),
+        figures.flag("data.batch", batch * LARGER) if isinstance(batch, int) else "",
         "a larger batch, with the learning rate that it needs (optim.lr_scaling)",
     )
 
@@ -188,6 +200,20 @@ def stalled_ms(figures: Figures, rank: int) -> float:
         queued = figures.get("queued_cores")[rank] - figures.get("loop_queued")[rank]
         known += wall * max(0.0, of_others + queued)
     return max(0.0, asleep - known)
+
+
+def _overhead(figures: Figures, batch: float) -> float:
+    """The fraction of forward that larger batches save, by the speed of evaluations, whose batches are large. 0 if it
+    is not known: they also read and score, so it is a lower bound."""
+    samples = figures.fact("eval_samples", 0)
+    evaluations = [each for each in figures.steady if max(each.get("host_evaluation_ms")) > 0]
+    forward = figures.mean("host_forward_ms")
+    if not samples or not evaluations or not forward:
+        return 0.0
+    total = sum(each.mean("host_evaluation_ms") * each.steps for each in evaluations)
+    image_ms = total / len(evaluations) / samples * figures.ranks
+    overhead = 1 - batch * image_ms / forward
+    return overhead if overhead >= OVERHEAD_SURE else 0.0
 
 
 def own_line(figures: Figures, rank: int | None = None) -> str:
