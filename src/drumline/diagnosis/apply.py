@@ -6,6 +6,7 @@ All but `apply` is pure.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def seconds_needed(found: Slowdown, evidence: Evidence, seconds: float) -> float
             f"{found.flag}: {CYCLES + 1} times that many steps take {needed:,.0f} s, too long for a short run",
             f"give --seconds {needed:.0f} if you want to wait",
         )
-    return max(seconds, needed)
+    return max(seconds, math.ceil(needed))
 
 
 def apply(

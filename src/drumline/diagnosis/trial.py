@@ -95,7 +95,7 @@ def run_trial(
                 env={**os.environ, TRIAL: str(os.getpid())},
             )
             try:
-                return _watch(process, Path(folder) / "trial", seconds, within, errors)
+                return _watch(process, command, Path(folder) / "trial", seconds, within, errors)
             finally:
                 _end(process)
 
@@ -162,6 +162,7 @@ def interruptible() -> Iterator[None]:
 
 def _watch(
     process: subprocess.Popen[bytes],
+    command: Command,
     run: Path,
     seconds: float,
     within: Callable[[Interval], bool],
@@ -177,18 +178,22 @@ def _watch(
             return replace(found, intervals=intervals)
         if ended:
             errors.seek(0)
-            raise failure(process.returncode, errors.read())
+            raise failure(process.returncode, errors.read(), command)
         time.sleep(_POLL_S)
 
 
-def failure(code: int, said: str) -> TrialFailed:
+def failure(code: int, said: str, command: Command) -> TrialFailed:
     """Why a run ended, from its exit code and what it wrote to stderr."""
     if code in (-signal.SIGKILL, KILLED):
-        return TrialFailed("the run was killed, as the system does when memory runs out", "use less memory")
-    _, mark, text = said.rpartition("drumline: ")
-    lines = (text if mark else said.strip().rpartition("\n")[2]).strip()
-    what, _, fix = lines.partition("\n  fix: ")
-    return TrialFailed(what or f"the run ended with exit code {code}", fix)
+        return TrialFailed(
+            "the run was killed, as the system does when memory runs out", "use a smaller data.batch or model"
+        )
+    _, ours, text = said.rpartition("drumline: ")
+    if ours:
+        what, _, fix = text.strip().partition("\n  fix: ")
+        return TrialFailed(what, fix)
+    last = said.strip().rpartition("\n")[2] or f"exit code {code}"
+    return TrialFailed(f"the run failed: {last}", f"see it fail: {command}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
