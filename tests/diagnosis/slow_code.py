@@ -179,7 +179,7 @@ def keeping_graphs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def opening_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    KEPT.append(open(os.devnull))  # noqa: SIM115
+    KEPT.append(os.open(os.devnull, os.O_RDONLY))
     return plain_loss(logits, labels)
 
 

@@ -20,6 +20,8 @@ from drumline.diagnosis.evidence import Evidence, Interval, merged
 from drumline.diagnosis.slowdown import Slowdown
 
 MOST_SAVED = 0.99
+OTHERS_WORTH = 0.25
+"""Fraction of the machine's cores that other programs use, above which they matter."""
 HOST_PARTS = tuple(part for part in PARTS if part not in BETWEEN_STEPS)
 """The parts of a step."""
 
@@ -96,6 +98,18 @@ class Figures:
     def free_cores(self) -> float:
         """Cores of this machine that no program used."""
         return max(0.0, self.cores - max(self.get("busy_cores"))) if self.known("busy_cores") else 0.0
+
+    @property
+    def other_cores(self) -> float:
+        """Cores that other programs use."""
+        if not self.known("busy_cores", "own_cores"):
+            return 0.0
+        return max(0.0, max(self.get("busy_cores")) - sum(self.get("own_cores")[: self.local_ranks]))
+
+    @property
+    def machine_is_busy(self) -> bool:
+        """Whether other programs use so many cores that this run waits for some."""
+        return self.other_cores >= OTHERS_WORTH * self.fact("machine_cores", max(1, self.cores))
 
     @property
     def fixed_ms(self) -> float:

@@ -61,7 +61,8 @@ def decay(figures: Figures) -> Iterator[Slowdown]:
     series = _usable(figures.steady)
     if len(series) < LEAST_INTERVALS:
         return
-    times = [max(each.get("step_ms")) for each in series]
+    # Without waiting for a core, which `machine-busy` reports.
+    times = [max(each.get("step_ms")) * (1 - min(1.0, max(each.get("loop_queued")))) for each in series]
     third = len(series) // 3
     early, late = median(times[:third]), median(times[-third:])
     # Every late interval is slower than every early one: chance does not do that often.

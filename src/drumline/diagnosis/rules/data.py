@@ -26,7 +26,10 @@ WAITS = 0.1
 def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
     """The limit of the feed, if steps wait for it."""
     wait = figures.mean("data_ms") - figures.mean("copy_ms")
-    if wait < (WAIT_WORTH if _ahead(figures) else INLINE_WORTH) * figures.step_ms:
+    worth = WAIT_WORTH if _ahead(figures) else INLINE_WORTH
+    if figures.machine_is_busy:  # the feed waits for a core, as the loop does
+        worth = max(worth, figures.mean("loop_queued"))
+    if wait < worth * figures.step_ms:
         return
     share = (
         f"{percent(wait / figures.step_ms)} of each step ({ms(wait)} of {ms(figures.step_ms)}) waits for data"

@@ -32,9 +32,8 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     parts = {part: _excess(figures, part, slow) for part in HOST_PARTS if part != EXCHANGE}
     part = max(parts, key=lambda name: parts[name])
     text = (
-        f"rank {slow} is {percent(excess / usual) if usual else 'much'} slower than the others, which wait for it: "
-        f"{ms(own[slow])} of its own work in each step against {ms(usual)}. Its excess is in {part} "
-        f"({ms(parts[part])} of {ms(excess)})"
+        f"rank {slow} {_slower(own[slow], usual)} the others, which wait for it: {ms(own[slow])} of its own work in "
+        f"each step against {ms(usual)}. Its excess is in {part} ({ms(parts[part])} of {ms(excess)})"
     )
     if where := own_line(figures, slow):
         text += f", in {where}"
@@ -78,6 +77,12 @@ def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
 
 
 RULES = (slow_rank, exposed_exchange)
+
+
+def _slower(time_ms: float, usual: float) -> str:
+    if time_ms < 2 * usual:
+        return f"is {percent(time_ms / usual - 1)} slower than"
+    return f"takes {time_ms / max(usual, 0.1):.{0 if time_ms >= 10 * usual else 1}f} times as long as"
 
 
 def _own_work(figures: Figures, rank: int) -> float:

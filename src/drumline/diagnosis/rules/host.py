@@ -9,16 +9,14 @@ from drumline.core.text import percent
 from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
-PART_WORTH = 0.08
-"""Fraction of a step that logging or guards may take."""
+LOG_WORTH, GUARDS_WORTH = 0.04, 0.08
+"""Fractions of a step that logging and guards may take."""
 STALL_WORTH = 0.12
 """Fraction of a step in which the loop neither runs, nor wants to run, nor waits for data or another process."""
 FIXED_WORTH = 0.3
 """Fraction of a step that does not depend on the batch."""
 QUEUE_WORTH = 0.25
 """Fraction of its time that the loop waits for a core."""
-OTHERS_WORTH = 0.25
-"""Fraction of the machine's cores that other programs use."""
 OVERCOMMITTED = 2.0
 """Threads that compute, for each core."""
 OWN_LINE_WORTH = 0.1
@@ -35,7 +33,7 @@ LATE_WORTH = 0.08
 
 def logging(figures: Figures) -> Iterator[Slowdown]:
     taken = _critical(figures, LOG)
-    if _unimportant(figures, taken):
+    if _unimportant(figures, taken, LOG_WORTH):
         return
     every = figures.setting("train.log_every") or 0
     rarer = max(50, 10 * every)
@@ -50,14 +48,14 @@ def logging(figures: Figures) -> Iterator[Slowdown]:
 def guards(figures: Figures) -> Iterator[Slowdown]:
     """Only what rarer fingerprints would save: those of the first steps and of saves stay."""
     taken, every = _critical(figures, GUARDS), figures.setting("guard.every")
-    if not every or _unimportant(figures, taken):
+    if not every or _unimportant(figures, taken, GUARDS_WORTH):
         return
     steady = figures.steady
     first, last = steady[0].step - steady[0].steps, steady[-1].step
     regular = last // every - first // every
     saves = sum(each.get("host_checkpoint_ms")[0] > 0 for each in steady)
     saved = taken * regular / max(1, regular + saves) * (1 - every / max(100, 10 * every))
-    if saved < PART_WORTH * figures.step_ms:
+    if saved < GUARDS_WORTH * figures.step_ms:
         return
     yield figures.slowdown(
         "guards",
@@ -166,7 +164,7 @@ def busy_machine(figures: Figures) -> Iterator[Slowdown]:
     """Other programs use the cores."""
     if not _waits_for_core(figures):
         return
-    others, queued = _others(figures), figures.mean("loop_queued")
+    others, queued = figures.other_cores, figures.mean("loop_queued")
     text = (
         f"other programs use {others:.1f} of {figures.fact('machine_cores', figures.cores)} cores: the loop waits "
         f"for a core for {percent(queued)} of its time"
@@ -230,24 +228,16 @@ def _critical(figures: Figures, part: str) -> float:
     return max(figures.get(f"host_{part}_ms"))
 
 
-def _unimportant(figures: Figures, taken: float) -> bool:
+def _unimportant(figures: Figures, taken: float, worth: float) -> bool:
     """On a GPU, what the host does between two steps costs at most what the device waits for it."""
     cost = min(taken, figures.mean("late_ms")) if figures.on_gpu else taken
-    return cost < PART_WORTH * figures.step_ms
+    return cost < worth * figures.step_ms
 
 
 def _share(figures: Figures, taken: float) -> str:
     return f"{percent(taken / figures.step_ms)} of each step ({ms(taken)} of {ms(figures.step_ms)})"
 
 
-def _others(figures: Figures) -> float:
-    """Cores that other programs use."""
-    return max(0.0, max(figures.get("busy_cores")) - sum(figures.get("own_cores")[: figures.local_ranks]))
-
-
 def _waits_for_core(figures: Figures) -> bool:
     """Whether other programs keep the loop from running, which makes every part of a step longer."""
-    if not figures.known("loop_queued", "busy_cores", "own_cores"):
-        return False
-    machine = figures.fact("machine_cores", figures.cores)
-    return figures.mean("loop_queued") >= QUEUE_WORTH and _others(figures) >= OTHERS_WORTH * machine
+    return figures.machine_is_busy and figures.mean("loop_queued") >= QUEUE_WORTH
