@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from harness import Parser
 
 BASE = ("data.source=digits", "data.batch=32", "model.name=why_apply:small", "optim.lr=0.01")
-FILES = ("data.source=why_apply:far_files", "data.size=16", "data.pool=processes", "data.workers=1")
+FILES = ("data.source=why_apply:far_files", "data.size=16", "data.pool=threads", "data.workers=1")
 STEADY = "train.loss=why_apply:steady_loss"
 PROBLEMS: dict[str, tuple[str, ...]] = {
     "a slow transform in the step's process": (STEADY, "data.transform=why_apply:slow_transform"),
@@ -131,9 +131,9 @@ def applied(settings: tuple[str, ...], seconds: float) -> dict[str, Any] | None:
     here = str(Path(__file__).parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as folder:
+        options = ("--measure", "--apply", f"--seconds={seconds}", "parallel.threads=1", "run.device=cpu")
         done = subprocess.run(
-            [sys.executable, "-m", "drumline", "why", "--measure", "--apply", f"--seconds={seconds}"]
-            + [*BASE, "parallel.threads=1", "run.device=cpu", *settings],
+            [sys.executable, "-m", "drumline", "why", *options, *BASE, *settings],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,

@@ -210,7 +210,7 @@ def measure(
                 command.having(*NO_PAUSES), seconds, within=lambda interval: interval.epoch <= 1
             )
         elif name == CACHED:
-            found = cached = run_trial(command, seconds, within=_same_samples(cold))
+            found = cached = run_trial(command, seconds, within=same_samples(cold))
         else:
             try:
                 found = run_trial(command.having(*NO_PAUSES, *synthetic_settings(cached)), seconds)
@@ -232,7 +232,7 @@ def run_cold(command: Command, seconds: float) -> Evidence:
     return run_trial(command.having(*NO_PAUSES), seconds, within=lambda interval: interval.epoch <= 1)
 
 
-def _same_samples(cold: Evidence) -> Callable[[Interval], bool]:
+def same_samples(cold: Evidence) -> Callable[[Interval], bool]:
     """Whether an interval has only samples that the cold arm has read: those of the same steps, or all."""
     if not cold.intervals:
         return lambda interval: True

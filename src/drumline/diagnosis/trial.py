@@ -40,6 +40,8 @@ FEWEST = 3
 """Intervals that a mean and its error need."""
 WARM_UP = 0.2
 """How long the first steps do not count, as a fraction of the time to measure."""
+RISING = 1.15
+"""How much slower the first half of the steps may be than the second."""
 START_S = 7.0
 """About how long a run takes until its first step and at its end. Compiling takes longer."""
 STEPS = 10_000_000
@@ -105,22 +107,39 @@ def steady(
 ) -> list[Interval]:
     """The warm-up as one interval, and those that count: up to the first one that is not `within`. The first interval
     of a run is always warm-up: it has the first step, and the batches that were made before it."""
-    warm, counting, warmed = list[Interval](), list[Interval](), 0.0
+    warm, warmed = list[Interval](), 0.0
+    late = list[Interval]()
     for each in intervals:
         if not within(each):
             break
         if warm and warmed >= WARM_UP * seconds:
-            counting.append(each)
+            late.append(each)
         else:
             warm.append(each)
             warmed += each.seconds
-    return [merged(warm), *whole_cycles(counting)] if warm else []
+    if not warm:
+        return []
+    counting = whole_cycles(late)
+    rising = still_rising(counting)
+    return [merged([*warm, *counting[:rising]]), *counting[rising:]]
 
 
 def whole_cycles(counting: Sequence[Interval]) -> Sequence[Interval]:
     """Those from one evaluation or save to another, if there are two: as many pauses as there are in all the time."""
     pauses = [number for number, each in enumerate(counting) if max(each.walls) > max(each.get("step_ms"))]
     return counting[pauses[0] + 1 : pauses[-1] + 1] if len(pauses) > 1 else counting
+
+
+def still_rising(counting: Sequence[Interval]) -> int:
+    """How many of the first intervals are warm-up too: the first half, as long as it is slower than the second. Many
+    worker processes take a while to start."""
+    half = len(counting) // 2
+    if half < FEWEST:
+        return 0
+    first, second = (
+        statistics.fmean(max(each.walls) for each in part) for part in (counting[:half], counting[half:])
+    )
+    return half + still_rising(counting[half:]) if first > RISING * second else 0
 
 
 def enough(counting: Sequence[Interval], seconds: float) -> bool:
