@@ -107,8 +107,7 @@ def steady(
 ) -> list[Interval]:
     """The warm-up as one interval, and those that count: up to the first one that is not `within`. The first interval
     of a run is always warm-up: it has the first step, and the batches that were made before it."""
-    warm, warmed = list[Interval](), 0.0
-    late = list[Interval]()
+    warm, late, warmed = list[Interval](), list[Interval](), 0.0
     for each in intervals:
         if not within(each):
             break
