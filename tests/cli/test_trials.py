@@ -38,21 +38,18 @@ SLOW = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a user works, with a place for temporary files beside it."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "temporary").mkdir()
-    (tmp_path / "work/own.py").write_text(OWN)
-    return tmp_path / "work"
+    """Where a user works."""
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
 
 
 def why(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
-    """The result of a command, and what it printed. Nothing else may remain of it."""
+    """The result of a command, and what it printed. Nothing may remain of it where the user works."""
     before = sorted(folder.rglob("*"))
-    done = drumline("why", *words, folder=folder, TMPDIR=str(folder.parent / "temporary"))
+    done = drumline("why", *words, folder=folder)
     found = result(done)
     after = [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
     assert after == before
-    assert not list((folder.parent / "temporary").glob("drumline-*"))
     return found, done.stdout
 
 
@@ -118,18 +115,15 @@ def test_a_sweep_measures_every_combination_and_gives_reasons_for_those_that_fai
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
 def test_an_interrupted_sweep_shows_its_rows_and_leaves_nothing(folder: Path, number: signal.Signals) -> None:
-    temporary = folder.parent / "temporary"
     words = ("why", "--sweep", "batch=9000,32", "--seconds=60", "model.name=resnet8", "parallel.threads=1")
-    command = [sys.executable, "-m", "drumline", *words]
-    run = warm.Started(command, folder, environment(TMPDIR=str(temporary)))
+    run = warm.Started([sys.executable, "-m", "drumline", *words], folder, environment())
     try:
-        process, deadline = psutil.Process(run.pid), time.monotonic() + 120
-        while not list(temporary.glob("drumline-why-*/trial/metrics.jsonl")):
+        metrics, deadline = set[Path](), time.monotonic() + 120
+        while "data.batch=9000" not in run.output()[1] or not metrics:
             assert time.monotonic() < deadline, run.output()
+            children = psutil.Process(run.pid).children(recursive=True)
+            metrics = {path for child in children for path in files_of(child) if path.name == "metrics.jsonl"}
             time.sleep(0.05)
-        while "data.batch=9000" not in run.output()[1]:
-            time.sleep(0.05)
-        children = process.children(recursive=True)
         os.kill(run.pid, number)
         done = run.finish(120)
     finally:
@@ -138,9 +132,18 @@ def test_an_interrupted_sweep_shows_its_rows_and_leaves_nothing(folder: Path, nu
     found = json.loads(done.stdout.splitlines()[-1])
     assert [row["settings"] for row in found["rows"]] == [{"data.batch": "9000"}]
     assert "interrupted after 1 of 2 combinations" in done.stderr
-    assert children
     assert not still_running(children, 10)
-    assert not list(temporary.glob("drumline-*"))
+    (file,) = metrics
+    assert file.parents[1].name.startswith("drumline-why-")
+    assert not file.parents[1].exists()
+
+
+def files_of(process: psutil.Process) -> list[Path]:
+    """The files that a process has open."""
+    try:
+        return [Path(each.path) for each in process.open_files()]
+    except psutil.Error:
+        return []
 
 
 @pytest.mark.parametrize(
