@@ -50,6 +50,7 @@ SMALL = (
 FILES = (
     *("parallel.threads=1", "data.size=32", "data.batch=16", "data.pool=threads", "data.workers=2"),
     *("model.name=slow_code:small", "optim.lr=0.01", "train.epochs=3", "data.path=none"),
+    "checkpoint.every_epochs=0",
 )
 """3 epochs of 20 steps, from JPEG files."""
 TWO = ("parallel.processes=2",)
@@ -89,12 +90,6 @@ PLANTED = (
         (*SMALL, "train.epochs=4", "train.loss=slow_code:sleeping_loss"),
         "stall",
         mentions="sleeping_loss",
-    ),
-    Case(
-        "logging at each step",
-        (*SMALL, "data.batch=4", "train.epochs=2", "train.log_every=1"),
-        "logging",
-        also=("small-batch",),
     ),
     Case("guards at each step", (*SMALL, "train.epochs=5", "guard.every=1"), "guards"),
     Case("growing memory", (*SMALL, "train.loss=slow_code:keeping_loss"), "memory"),
@@ -174,7 +169,7 @@ HELD_OUT = (
     Case("decay, larger model", (*SMALL, "model.name=resnet8", "train.loss=slow_code:ageing_loss"), "decay"),
     Case(
         "exchange, wider",
-        (*SMALL, *TWO, "model.name=slow_code:wider", "train.epochs=3", "data.batch=16"),
+        (*SMALL, *TWO, "model.name=slow_code:wider", "train.steps=60", "data.batch=16"),
         "exchange",
         ("small-batch",),
     ),

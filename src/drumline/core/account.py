@@ -7,9 +7,9 @@ so a lower layer can mark what it does wherever it runs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from time import perf_counter
 
 DATA, COMPUTE, TEACHER, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, GUARDS, LOG, EVALUATION, CHECKPOINT, OTHER = (
@@ -64,19 +64,20 @@ class Account:
 
     def adopt(self) -> None:
         """Counts the calling thread from now on, in addition to the sums so far."""
-        self._owner = threading.get_ident()
+        self._owner = get_ident()
         self._part, self._since = self._first, self._clock()
 
     def enter(self, part: str) -> str:
         """Ends the present part, begins another one, and returns the one that ended."""
         before = self._part
-        counted = threading.get_ident() == self._owner
-        if counted:
+        if get_ident() == self._owner:
             now = self._clock()
             self._sums[before] += now - self._since
             self._part, self._since = part, now
-        if self.listener is not None:
-            self.listener(part, counted)
+            if self.listener is not None:
+                self.listener(part, True)
+        elif self.listener is not None:
+            self.listener(part, False)
         return before
 
     @contextmanager

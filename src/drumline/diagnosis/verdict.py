@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from drumline.core.text import percent, rate, wrapped_lines
 from drumline.diagnosis.evidence import Evidence
 from drumline.diagnosis.figures import Figures, ms
+from drumline.diagnosis.rules.host import STALL_WORTH, stalled_ms
 from drumline.diagnosis.slowdown import Slowdown
 
 SHOWN = 0.005
@@ -39,7 +40,9 @@ def time_parts(figures: Figures, rank: int) -> dict[str, float]:
         step = {"data": of("data_ms") - copy, "copy": copy, "late": of("late_ms")}
         inside = {"teacher": of("device_teacher_ms"), "exchange": of("device_exchange_ms")}
         return {"compute": of("compute_ms") - sum(inside.values()), **inside, **step, **between}
+    stall = stalled_ms(figures, rank)
     inside = {"exchange": of("host_exchange_ms"), "teacher": of("host_teacher_ms")}
+    inside["stall"] = stall if stall >= STALL_WORTH * figures.step_ms else 0.0
     rest = {name: of(f"host_{name}_ms") for name in ("guards", "log", "other")}
     return {
         "compute": of("compute_ms") - sum(inside.values()),
@@ -54,6 +57,7 @@ MEANINGS = {
     "compute": "computing",
     "teacher": "the teacher",
     "exchange": "waiting for other ranks",
+    "stall": "doing nothing",
     "data": "waiting for data",
     "copy": "copying to the GPU",
     "late": "the GPU waits for the host",

@@ -15,8 +15,8 @@ COLD_WORTH, COLD_TIMES = 0.05, 1.3
 """A cold start is worth a sentence if it cost this fraction of all the time, and was this many times slower."""
 DECAYED = 1.15
 """A step at the end takes this many times what it took at the beginning."""
-LEAST_INTERVALS = 6
-"""Intervals that show a trend."""
+LEAST_INTERVALS, LEAST_STEPS = 6, 80
+"""Intervals, and steps in them, that show a trend."""
 SHORT = 0.25
 """Intervals with less than this fraction of the usual steps say little."""
 MEMORY_GROWTH_MB, MEMORY_GROWTH = 64.0, 0.1
@@ -59,7 +59,7 @@ def cold_start(figures: Figures) -> Iterator[Slowdown]:
 def decay(figures: Figures) -> Iterator[Slowdown]:
     """Steps take longer and longer."""
     series = _usable(figures.steady)
-    if len(series) < LEAST_INTERVALS:
+    if len(series) < LEAST_INTERVALS or sum(each.steps for each in series) < LEAST_STEPS:
         return
     # Without waiting for a core, which `machine-busy` reports.
     times = [max(each.get("step_ms")) * (1 - min(1.0, max(each.get("loop_queued")))) for each in series]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from drumline.core.account import EXCHANGE
+from drumline.core.account import DATA, EXCHANGE
 from drumline.core.text import percent
 from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
 from drumline.diagnosis.rules.host import own_line
@@ -27,7 +27,8 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     slow = max(range(figures.ranks), key=lambda rank: own[rank])
     usual = median([each for rank, each in enumerate(own) if rank != slow])
     excess = own[slow] - usual
-    if excess < SLOWER * figures.step_ms:
+    worth = max(SLOWER, max(figures.get("loop_queued"))) if figures.machine_is_busy else SLOWER
+    if excess < worth * figures.step_ms:
         return
     parts = {part: _excess(figures, part, slow) for part in HOST_PARTS if part != EXCHANGE}
     part = max(parts, key=lambda name: parts[name])
@@ -37,16 +38,14 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     )
     if where := own_line(figures, slow):
         text += f", in {where}"
-    fix = {
-        "data": "look at the disk and the cores of its machine",
-        "log": "rank 0 alone writes: write less often, and not in the step",
-        "evaluation": "let all ranks take part",
-    }.get(
-        part,
-        "look for what only rank 0 does, such as logging, printing or saving"
-        if slow == 0
-        else "look for other programs on its machine or GPU, and for lower clocks",
-    )
+    if part == DATA:
+        fix = "look at the disk and the cores of its machine"
+    elif slow == 0:
+        fix = "look for what only rank 0 does, such as logging, printing or saving"
+    elif where:
+        fix = "look at what this rank alone does there"
+    else:
+        fix = "look for other programs on its machine or GPU, and for lower clocks"
     yield figures.slowdown("rank-0" if slow == 0 else "slow-rank", text, excess, fix=fix)
 
 

@@ -69,10 +69,10 @@ def guards(figures: Figures) -> Iterator[Slowdown]:
 def stalled(figures: Figures) -> Iterator[Slowdown]:
     """The loop sleeps inside a step: it waits for something that is neither data nor another process. On a GPU the
     host may wait for the device."""
-    if figures.on_gpu or not figures.known("loop_cores", "loop_queued"):
+    if figures.on_gpu:
         return
     stall = min(stalled_ms(figures, rank) for rank in range(figures.ranks))
-    if stall < STALL_WORTH * figures.step_ms:
+    if not _stalls(figures):
         return
     where = own_line(figures)
     parts = [part for part in HOST_PARTS if part not in (DATA, EXCHANGE)]
@@ -185,9 +185,16 @@ RULES = (
 )
 
 
+def _stalls(figures: Figures) -> bool:
+    stall = min(stalled_ms(figures, rank) for rank in range(figures.ranks))
+    return stall >= STALL_WORTH * figures.step_ms
+
+
 def stalled_ms(figures: Figures, rank: int) -> float:
     """How long this rank's loop sleeps in a step without a known reason: what is left of the whole time without its
     time on a core and in the queue for one, and without all that may sleep with a reason."""
+    if not figures.known("loop_cores", "loop_queued"):
+        return 0.0
     wall = figures.whole.walls[rank]
     awake = figures.get("loop_cores")[rank] + figures.get("loop_queued")[rank]
     asleep = wall * (1 - min(1.0, awake))
@@ -205,8 +212,8 @@ def _overhead(figures: Figures, batch: float) -> float:
     is not known: they also read and score, so it is a lower bound."""
     samples = figures.fact("eval_samples", 0)
     evaluations = [each for each in figures.steady if max(each.get("host_evaluation_ms")) > 0]
-    forward = figures.mean("host_forward_ms")
-    if not samples or not evaluations or not forward:
+    forward = min(figures.get("host_forward_ms"))
+    if not samples or not evaluations or not forward or _stalls(figures):
         return 0.0
     total = sum(each.mean("host_evaluation_ms") * each.steps for each in evaluations)
     image_ms = total / len(evaluations) / samples * figures.ranks
