@@ -269,7 +269,9 @@ def test_evaluations_and_saves_that_take_long_are_to_be_rarer() -> None:
     guarded = diagnose(evidence(recipe=often, host_checkpoint_ms=25.0, host_guards_ms=10.0))
     (saves,) = (each for each in guarded if each.code == "checkpoint")
     saved = (25 + 10 * 4 / 5) * 15 / 16
-    assert saves.saving == pytest.approx(saved / 125, abs=0.01), "with the fingerprints of saves, four of five"
+    assert saves.saving == pytest.approx(saved / 125, abs=0.01), (
+        "with the fingerprints of saves, four of five"
+    )
     assert diagnose(evidence(host_evaluation_ms=30.0, host_checkpoint_ms=5.0)) == []
 
 

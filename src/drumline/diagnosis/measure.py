@@ -130,11 +130,14 @@ def lines(measured: Measured) -> list[str]:
     titles = ARMS if dropped is not None else {**ARMS, CACHED: "the data"}
     width = max(len(rate(speed, "img")) for speed in arms.values())
     found = [
-        f"{titles[name]:<15}  {rate(arms[name], 'img'):>{width}} ± {percent(measured.errors[name])}  {text}".rstrip()
-        for name, text in shown.items()
-        if name in arms
+        f"{titles[name]:<15}  {rate(speed, 'img'):>{width}} {_plus_minus(measured.errors[name])}  {shown[name]}".rstrip()
+        for name, speed in ((each, arms[each]) for each in shown if each in arms)
     ]
     return [*found, *measured.notes]
+
+
+def _plus_minus(error: float) -> str:
+    return f"± {percent(error)}" if math.isfinite(error) else "± ?"
 
 
 def _stalled(name: str, stall: float | None, what: str) -> str:
