@@ -128,10 +128,12 @@ def lines(measured: Measured) -> list[str]:
         COLD: _stalled("fetch stall", fetch_stall(arms), f"reading files{once}"),
     }
     titles = ARMS if dropped is not None else {**ARMS, CACHED: "the data"}
-    width = max(len(rate(speed, "img")) for speed in arms.values())
+    speeds = {name: rate(speed, "img") for name, speed in arms.items()}
+    width = max(map(len, speeds.values()))
     found = [
-        f"{titles[name]:<15}  {rate(speed, 'img'):>{width}} {_plus_minus(measured.errors[name])}  {shown[name]}".rstrip()
-        for name, speed in ((each, arms[each]) for each in shown if each in arms)
+        f"{titles[name]:<15}  {speeds[name]:>{width}} {_plus_minus(measured.errors[name])}  {text}".rstrip()
+        for name, text in shown.items()
+        if name in arms
     ]
     return [*found, *measured.notes]
 
@@ -142,6 +144,10 @@ def _plus_minus(error: float) -> str:
 
 def _stalled(name: str, stall: float | None, what: str) -> str:
     return "" if stall is None else f"{name} {percent(stall)}: {what}"
+
+
+_TIED = ("distill.cache", "distill.unlabelled")
+"""Settings that only work with the real images. A cache would be filled with those of others."""
 
 
 def synthetic_settings(evidence: Evidence) -> list[str]:
@@ -201,6 +207,9 @@ def measure(
     dropped: Dropped | None = None
     cold, cached = Evidence(()), Evidence(())
     names = [CACHED, SYNTHETIC] if files is None else [COLD, CACHED, SYNTHETIC]
+    if tied := [name for name in _TIED if settings[name]]:
+        names.remove(SYNTHETIC)
+        notes.append(f"{ARMS[SYNTHETIC]}: not measured: {tied[0]} belongs to the real images")
     say(announced(len(names), seconds))
     for name in progress(names, "short runs"):
         if name == COLD:
