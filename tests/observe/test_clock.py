@@ -261,11 +261,30 @@ def test_parts_are_marked_only_in_sampled_steps() -> None:
             device.compute(4.0)
         clock.step_end()
         device.catch_up()
-    assert parts.listener is None
     assert clock.take().device_parts["forward"] == pytest.approx(6 * 0.004)
     assert device.recorded == 2 * (3 + 2) + 1, (
         "events and marks of steps 1 and 4, and the begin of the next sample"
     )
+
+
+def test_a_batch_that_the_gpu_makes_itself_is_data_and_what_comes_before_is_a_late_host() -> None:
+    parts = Account(clock=HandTime())
+    clock = StepClock(torch.device("cpu"), parts=parts)
+    device = Device()
+    clock._device = _timer(device, sample_every=1)
+    clock.resume()
+    for _ in range(4):
+        clock.step_begin()
+        device.compute(20.0)
+        clock.step_end()
+        device.compute(3.0)  # idle
+        parts.enter("data")
+        device.compute(5.0)
+        parts.enter("other")
+        device.catch_up()
+    assert clock._device.mean().data_s == pytest.approx(0.75 * 0.005), "the first step has no gap before it"
+    assert clock._device.mean().late_s == pytest.approx(0.75 * 0.003)
+    assert clock._device.mean().compute_s == pytest.approx(0.02)
 
 
 def test_a_host_that_is_not_ahead_is_seen() -> None:

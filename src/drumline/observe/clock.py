@@ -3,8 +3,9 @@
 Promises: never synchronises with the device and uses constant memory. The host's parts sum to the wall time. On a
 GPU, one step in `sample_every` is bracketed by events on the step's stream, outside a captured graph; if the step is
 not captured, its parts are, too. The time between two steps counts as waiting for data until the batch was on the
-device (of that, as a copy once it was on the host), and from then on as a late host. Never guesses: until a GPU has
-finished its first measured step, its times are NaN, not zero.
+device (of that, as a copy once it was on the host), and from then on as a late host. A batch that the GPU makes by
+itself counts as data from the moment at which the loop asks for it. Never guesses: until a GPU has finished its first
+measured step, its times are NaN, not zero.
 """
 
 from __future__ import annotations
@@ -100,13 +101,12 @@ class StepClock:
             self._device.resume()
 
     def step_begin(self) -> None:
-        if self._device is not None and self._device.begin(self.batch_events):
-            self._parts.listener = self._device.mark
+        if self._device is not None:
+            self._parts.listener = self._device.mark if self._device.begin(self.batch_events) else None
 
     def step_end(self) -> None:
         if self._device is not None:
-            self._parts.listener = None
-            self._device.end()
+            self._parts.listener = self._device.between if self._device.end() else None
         self._steps += 1
 
     def so_far(self) -> StepTimes:
@@ -202,6 +202,8 @@ class _Sample:
     batch: BatchEvents = NO_EVENTS
     marks: list[tuple[str, _Event]] = field(default_factory=list)
     spare: list[_Event] = field(default_factory=list)
+    making: _Event | None = None
+    """The loop began to ask for the batch."""
     begun: bool = False
     behind: bool = False
     weight: int = 1
@@ -209,6 +211,8 @@ class _Sample:
     def times(self) -> DeviceTimes:
         gap = self.before.elapsed_time(self.begin)
         data, copy = 0.0, 0.0
+        if self.batch.ready is None and self.making is not None:
+            data = self.making.elapsed_time(self.begin)
         if self.batch.ready is not None:
             data = min(max(self.before.elapsed_time(self.batch.ready), 0.0), gap)
         if self.batch.arrived is not None:
@@ -224,6 +228,8 @@ class _Sample:
     def free(self) -> None:
         """Drops what belongs to its step."""
         self.spare += [event for _, event in self.marks]
+        self.spare += [self.making] if self.making is not None else []
+        self.making = None
         self.marks, self.batch, self.begun, self.behind = [], NO_EVENTS, False, False
 
 
@@ -265,10 +271,18 @@ class _DeviceTimer:
         self._since += 1
         if self._open is None:
             return False
-        self._open.free()
+        if self._open.begun:  # a step that raised
+            self._open.free()
         self._open.batch, self._open.begun = batch(), True
         self._open.begin.record(self._current_stream())
         return True
+
+    def between(self, part: str, by_loop: bool) -> None:
+        """The loop enters a part between two steps, before one that is sampled. A batch without events is made on the
+        step's own stream, from then on."""
+        if part == DATA and by_loop and self._open is not None and self._open.making is None:
+            self._open.making = self._open.spare.pop() if self._open.spare else self._make_event()
+            self._open.making.record(self._current_stream())
 
     def mark(self, part: str, by_loop: bool) -> None:
         """A part of the sampled step begins. Autograd's own threads may only say that an exchange does."""
@@ -281,7 +295,8 @@ class _DeviceTimer:
         event.record(self._current_stream())
         sample.marks.append((part, event))
 
-    def end(self) -> None:
+    def end(self) -> bool:
+        """Whether the next step is sampled."""
         if self._open is not None and self._open.begun:
             self._open.behind = self._open.begin.query()
             self._open.end.record(self._current_stream())
@@ -289,6 +304,7 @@ class _DeviceTimer:
             self._running.append(self._open)
             self._open, self._since, self._due = None, 0, self._sample_every
         self._open_if_due()
+        return self._open is not None
 
     def mean(self) -> DeviceTimes:
         """A mean step."""

@@ -25,6 +25,8 @@ WAITS = 0.1
 
 def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
     """The limit of the feed, if steps wait for it."""
+    if figures.on_gpu and figures.fact("arrays") and not figures.known("feed_work_ms"):
+        return  # the GPU holds the data and makes its batches itself
     wait = figures.mean("data_ms") - figures.mean("copy_ms")
     worth = WAIT_WORTH if _ahead(figures) else INLINE_WORTH
     if figures.machine_is_busy:  # the feed waits for a core, as the loop does
