@@ -28,8 +28,8 @@ class Options(trials.TrialOptions):
 COMMAND = Command(
     name="why",
     usage="""RUN [--apply]
---measure [RECIPE.toml] [section.key=value ...] [--apply]
---sweep key=value,value,... [RECIPE.toml] [section.key=value ...]""",
+--measure [RECIPE.toml] [FIELD=VALUE ...] [--apply]
+--sweep FIELD=VALUE,VALUE,... [RECIPE.toml] [FIELD=VALUE ...]""",
     about="""
         Report why a run is slow, the most expensive reason first, each with the numbers that
         show it, the time that a change is predicted to save, and the setting to change.
