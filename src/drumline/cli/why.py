@@ -29,7 +29,7 @@ COMMAND = Command(
     name="why",
     usage="""RUN [--apply]
 --measure [RECIPE.toml] [FIELD=VALUE ...] [--apply]
---sweep FIELD=VALUE,VALUE,... [RECIPE.toml] [FIELD=VALUE ...]""",
+--sweep FIELD=A,B,... [RECIPE.toml] [FIELD=VALUE ...]""",
     about="""
         Report why a run is slow, the most expensive reason first, each with the numbers that
         show it, the time that a change is predicted to save, and the setting to change.
