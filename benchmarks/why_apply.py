@@ -40,7 +40,7 @@ STEADY = "train.loss=why_apply:steady_loss"
 PROBLEMS: dict[str, tuple[str, ...]] = {
     "a slow transform in the step's process": (STEADY, "data.transform=why_apply:slow_transform"),
     "files that arrive late, one worker": (STEADY, *FILES),
-    "an evaluation every tenth of an epoch": (STEADY, "train.eval_every=0.1"),
+    "slow evaluations, twice an epoch": (STEADY, "train.eval_every=0.5"),
     "an update that a small batch does not shorten": ("optim.name=why_apply:SlowUpdate", "data.batch=8"),
     "a checkpoint every second step": (
         STEADY,
@@ -49,7 +49,7 @@ PROBLEMS: dict[str, tuple[str, ...]] = {
     ),
 }
 SIDE = 8
-STEP_S, TRANSFORM_S, FILE_S, UPDATE_S, EVALUATION_S, SAVE_S = 0.02, 0.003, 0.003, 0.06, 0.05, 0.05
+STEP_S, TRANSFORM_S, FILE_S, UPDATE_S, EVALUATION_S, SAVE_S = 0.02, 0.003, 0.003, 0.06, 0.3, 0.05
 
 
 class FarFiles:
