@@ -24,9 +24,13 @@ def interval(step: int, seconds: float = 1.0, pause: float = 0.0, steps: int = 1
     return Interval(step, step / 100, steps, steps * 64 / seconds, values)
 
 
-def test_settings_are_added_at_the_end_where_they_win() -> None:
-    command = Command("train", ("recipe.toml", "data.batch=8")).having("data.batch=16", "data.path=my photos")
-    assert str(command) == "drumline train recipe.toml data.batch=8 data.batch=16 'data.path=my photos'"
+def test_settings_replace_those_of_the_same_field_and_come_last_where_they_win() -> None:
+    command = Command("train", ("recipe.toml", "--data.batch=8", "data.batch_x=1", "--data.batch", "4"))
+    changed = command.having("data.batch=16", "data.path=my photos")
+    assert str(changed) == (
+        "drumline train recipe.toml data.batch_x=1 --data.batch 4 data.batch=16 'data.path=my photos'"
+    )
+    assert command.having() == command
 
 
 def test_the_first_steps_do_not_count() -> None:

@@ -133,7 +133,7 @@ def sweep(arguments: Sequence[str], options: TrialOptions) -> int:
     try:
         for row in progress(sweeps.measure_rows(axes, trial), "short runs", total):
             rows.append(row)
-            say(" ".join([*sweeps.settings_of(axes, row.values), sweeps.described(row)]))
+            say(f"{' '.join(sweeps.settings_of(axes, row.values))}: {sweeps.described(row)}")
     except KeyboardInterrupt:
         interrupted = True
     for line in [*sweeps.table(axes, rows, _width()), *sweeps.verdict(axes, rows)]:

@@ -70,8 +70,10 @@ class Command:
     arguments: tuple[str, ...]
 
     def having(self, *settings: str) -> Command:
-        """With more settings, which override those before them."""
-        return replace(self, arguments=(*self.arguments, *settings))
+        """With more settings, which replace those of the same fields."""
+        fields = tuple(f"{text.partition('=')[0]}=" for text in settings)
+        kept = (text for text in self.arguments if not text.removeprefix("--").startswith(fields))
+        return replace(self, arguments=(*kept, *settings))
 
     def __str__(self) -> str:
         return shlex.join(("drumline", self.job, *self.arguments))
