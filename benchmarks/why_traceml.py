@@ -106,7 +106,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         if self.problem == "slow transform":
             time.sleep(0.002)
         if self.problem == "slow decode":
-            torch.rand(900, 900).sort()
+            torch.rand(300, 300).sort()
         if self.problem == "cold first epoch" and index not in self.seen:
             time.sleep(0.008)
             self.seen.add(index)

@@ -210,7 +210,7 @@ def test_the_exchange_is_exposed_if_even_the_slowest_rank_waits() -> None:
     assert (found.code, found.flag) == ("exchange", "data.batch=512")
     assert found.saving == pytest.approx(0.115, abs=0.01)
     on_gpu = {**values, "device_exchange_ms": (22.0, 22.0), "device_backward_ms": 50.0}
-    assert "adds 21.0 ms" in only(diagnose(evidence(interval(facts=GPU, **on_gpu)))).text
+    assert "adds 22.0 ms" in only(diagnose(evidence(interval(facts=GPU, **on_gpu)))).text
     assert diagnose(evidence(interval(facts=GPU, **values))) == [], (
         "the host of a GPU waits for other reasons"
     )

@@ -22,6 +22,8 @@ from drumline.parallel.world import World
 
 FIRST_S, EVERY_S = 8.0, 30.0
 """Seconds of steps before the first line of times, and between two later ones, if no evaluation comes first."""
+MANY = 8
+"""Ranks above which lines, which have a column for each, come less often."""
 LEAST_STEPS = 4
 """Steps of an interval that ends before an evaluation."""
 TRIAL_S = 0.5
@@ -62,9 +64,8 @@ class IntervalTimes:
         if not seconds_per_step:
             return False
         if not self._next:
-            seconds, least = FIRST_S if not self._written else EVERY_S, LEAST_STEPS
-            if TRIAL in os.environ:
-                seconds, least = TRIAL_S, 1
+            seconds = EVERY_S * max(1.0, self._world.size / MANY) if self._written else FIRST_S
+            seconds, least = (TRIAL_S, 1) if TRIAL in os.environ else (seconds, LEAST_STEPS)
             self._next = done + max(least, int(seconds / seconds_per_step))
         return done >= self._next
 
@@ -109,7 +110,9 @@ class IntervalTimes:
             return None
         self._pending = None
         values, places = pending.values()
-        found: dict[str, Any] = {name: list(row) for name, row in values.items() if any(row)}
+        found: dict[str, Any] = {
+            name: [float(f"{value:.5g}") for value in row] for name, row in values.items() if any(row)
+        }
         if any(places):
             found["own_code"] = list(places)
         return pending.step, {"steps": pending.steps, **found, **self.facts}

@@ -11,10 +11,11 @@ from drumline.diagnosis.evidence import Interval, merged
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
-COLD_WORTH, COLD_TIMES = 0.05, 1.3
+COLD_WORTH, COLD_TIMES = 0.05, 1.5
 """A cold start is worth a sentence if it cost this fraction of all the time, and was this many times slower."""
-DECAYED = 1.15
-"""A step at the end takes this many times what it took at the beginning."""
+DECAYED, DECAYED_IF_BUSY = 1.15, 2.0
+"""A step at the end takes this many times what it took at the beginning. Programs that share cores and caches also
+make a step longer while it runs."""
 LEAST_INTERVALS, LEAST_STEPS = 6, 80
 """Intervals, and steps in them, that show a trend."""
 SHORT = 0.25
@@ -66,7 +67,9 @@ def decay(figures: Figures) -> Iterator[Slowdown]:
     third = len(series) // 3
     early, late = median(times[:third]), median(times[-third:])
     # Every late interval is slower than every early one: chance does not do that often.
-    if late < DECAYED * early or min(times[-third:]) <= max(times[:third]):
+    if late < (DECAYED_IF_BUSY if figures.machine_is_busy else DECAYED) * early or min(times[-third:]) <= max(
+        times[:third]
+    ):
         return
     before, after = merged(series[:third]), merged(series[-third:])
     began = next(each for each, taken in zip(series, times, strict=True) if taken > (early + late) / 2)

@@ -58,7 +58,8 @@ def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
         return
     exposed = min(figures.get(f"device_{EXCHANGE}_ms" if on_device else f"host_{EXCHANGE}_ms"))
     # While one rank waits for a core, the others wait for it.
-    exposed -= figures.mean("loop_queued") * figures.wall_ms
+    queued = 0.0 if on_device else min(1.0, figures.mean("loop_queued"))
+    exposed = exposed - queued * figures.wall_ms if figures.machine_is_busy else exposed * (1 - queued)
     if exposed < EXCHANGE_WORTH * figures.step_ms:
         return
     batch = figures.setting("data.batch")

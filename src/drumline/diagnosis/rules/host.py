@@ -9,7 +9,7 @@ from drumline.core.text import percent
 from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
-LOG_WORTH, GUARDS_WORTH = 0.04, 0.08
+LOG_WORTH, GUARDS_WORTH = 0.05, 0.08
 """Fractions of a step that logging and guards may take."""
 STALL_WORTH = 0.12
 """Fraction of a step in which the loop neither runs, nor wants to run, nor waits for data or another process."""
@@ -231,8 +231,9 @@ def own_line(figures: Figures, rank: int | None = None) -> str:
 
 
 def _critical(figures: Figures, part: str) -> float:
-    """The largest time of a part on any rank: the others wait for it."""
-    return max(figures.get(f"host_{part}_ms"))
+    """The largest time of a part on any rank, without waiting for a core: the others wait for it."""
+    times = zip(figures.get(f"host_{part}_ms"), figures.get("loop_queued"), strict=True)
+    return max(taken * (1 - min(1.0, queued)) for taken, queued in times)
 
 
 def _unimportant(figures: Figures, taken: float, worth: float) -> bool:
