@@ -231,7 +231,10 @@ def own_line(figures: Figures, rank: int | None = None) -> str:
 
 
 def _critical(figures: Figures, part: str) -> float:
-    """The largest time of a part on any rank, without waiting for a core: the others wait for it."""
+    """The largest time of a part on any rank, which the others wait for; on a busy machine without its part of
+    waiting for a core."""
+    if not figures.machine_is_busy:
+        return max(figures.get(f"host_{part}_ms"))
     times = zip(figures.get(f"host_{part}_ms"), figures.get("loop_queued"), strict=True)
     return max(taken * (1 - min(1.0, queued)) for taken, queued in times)
 
