@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -115,15 +116,8 @@ def test_a_sweep_measures_every_combination_and_gives_reasons_for_those_that_fai
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
 def test_an_interrupted_sweep_shows_its_rows_and_leaves_nothing(folder: Path, number: signal.Signals) -> None:
-    words = ("why", "--sweep", "batch=9000,32", "--seconds=60", "model.name=resnet8", "parallel.threads=1")
-    run = warm.Started([sys.executable, "-m", "drumline", *words], folder, environment())
+    run, children, trial = begin_sweep(folder)
     try:
-        metrics, deadline = set[Path](), time.monotonic() + 120
-        while "data.batch=9000" not in run.output()[1] or not metrics:
-            assert time.monotonic() < deadline, run.output()
-            children = psutil.Process(run.pid).children(recursive=True)
-            metrics = {path for child in children for path in files_of(child) if path.name == "metrics.jsonl"}
-            time.sleep(0.05)
         os.kill(run.pid, number)
         done = run.finish(120)
     finally:
@@ -133,9 +127,32 @@ def test_an_interrupted_sweep_shows_its_rows_and_leaves_nothing(folder: Path, nu
     assert [row["settings"] for row in found["rows"]] == [{"data.batch": "9000"}]
     assert "interrupted after 1 of 2 combinations" in done.stderr
     assert not still_running(children, 10)
+    assert not trial.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_short_run_ends_with_a_sweep_that_is_killed(folder: Path) -> None:
+    run, children, trial = begin_sweep(folder)
+    os.kill(run.pid, signal.SIGKILL)
+    run.finish(120)
+    assert not still_running(children, 10)
+    shutil.rmtree(trial)
+
+
+def begin_sweep(folder: Path) -> tuple[warm.Started, list[psutil.Process], Path]:
+    """A sweep whose second combination trains, that short run's processes, and its folder."""
+    words = ("why", "--sweep", "batch=9000,32", "--seconds=60", "model.name=resnet8", "parallel.threads=1")
+    run = warm.Started([sys.executable, "-m", "drumline", *words], folder, environment())
+    metrics, deadline = set[Path](), time.monotonic() + 120
+    while "data.batch=9000" not in run.output()[1] or not metrics:
+        assert time.monotonic() < deadline, run.output()
+        children = psutil.Process(run.pid).children(recursive=True)
+        metrics = {path for child in children for path in files_of(child) if path.name == "metrics.jsonl"}
+        time.sleep(0.05)
     (file,) = metrics
     assert file.parents[1].name.startswith("drumline-why-")
-    assert not file.parents[1].exists()
+    return run, children, file.parents[1]
 
 
 def files_of(process: psutil.Process) -> list[Path]:
