@@ -18,7 +18,7 @@ from drumline.config.limits import Range
 from drumline.config.recipe import Distill, Recipe
 from drumline.config.toml import dump_recipe, flat_recipe
 from drumline.core.errors import UserError
-from drumline.core.text import counted, message, print_result
+from drumline.core.text import counted, message, print_result, wrapped
 from drumline.observe.text_log import say
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def measure(arguments: Sequence[str], options: TrialOptions) -> int:
     command, recipe = command_of(arguments)
     measured = arms.measure(command, flat_recipe(dump_recipe(recipe)), options.seconds, say)
     found = arms.findings(measured)
-    for line in [*arms.lines(measured), *verdict_lines(measured.evidence, found, _width())]:
+    for line in arms.lines(measured):
+        _print(line)
+    for line in verdict_lines(measured.evidence, found, _width()):
         print(message(line))
     speeds = measured.evidence.arms
     result: dict[str, Any] = {
@@ -204,7 +206,7 @@ def _apply(
         best = applying.choose(found)
         needed = applying.seconds_needed(best, evidence, seconds)
     except UserError as error:
-        print(message(f"not applied: {error}"))
+        _print(f"not applied: {error}")
         return None
     # What was measured may have been too short for the evaluations or saves that this is about.
     before = None if measured is None or needed > seconds else evidence
@@ -218,8 +220,9 @@ def _apply(
 
     _announce(1 if before else 2, needed)
     applied = applying.apply(command, best, before, run)
-    for line in applied.lines():
-        print(message(line))
+    text, command_line = applied.lines()
+    _print(text)
+    print(message(command_line))  # not wrapped, to be pasted
     return applied.as_dict()
 
 
@@ -227,6 +230,10 @@ def _announce(runs: int, seconds: float) -> None:
     from drumline.diagnosis.trial import announced
 
     say(announced(runs, seconds))
+
+
+def _print(text: str) -> None:
+    print(wrapped(message(text), _width()))
 
 
 def _width() -> int:
