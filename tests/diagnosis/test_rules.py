@@ -147,6 +147,16 @@ def test_loader_processes_are_judged_by_what_their_time_goes_into() -> None:
     assert only(diagnose(evidence(interval(facts=facts, **values)))).code == "disk"
 
 
+def test_more_workers_are_advised_where_each_of_them_waits_for_files() -> None:
+    values = {**WAITS, "feed_read_ms": 90.0, "feed_make_ms": 5.0, "feed_work_ms": 5.0}
+    native = only(diagnose(evidence(**values)))
+    assert (native.code, native.flag) == ("disk", ""), "native threads read with a fixed number of readers"
+    own = only(diagnose(evidence(recipe={"data.source": "own:files"}, **values)))
+    assert (own.code, own.flag) == ("disk", "data.workers=4")
+    assert own.saving == pytest.approx(0.45, abs=0.01), "twice as many halve the 90 ms"
+    assert "drumline pack" in own.fix
+
+
 def test_a_transform_that_takes_the_feeds_time_is_named() -> None:
     values = {**BY_MAKING, "workers_make_ms": 10.0, "workers_own_ms": 180.0, "workers_make_cpu_ms": 9.0}
     found = only(diagnose(evidence(recipe={"data.transform": "own:slow"}, **values)))
@@ -255,6 +265,13 @@ def test_evaluations_and_saves_that_take_long_are_to_be_rarer() -> None:
     assert found.saving == pytest.approx(0.5 * 15 / 16, abs=0.01)
     saves = only(diagnose(evidence(recipe={"checkpoint.every_steps": 100}, host_checkpoint_ms=25.0)))
     assert (saves.code, saves.flag) == ("checkpoint", "checkpoint.every_steps=1600")
+    often = {"checkpoint.every_steps": 1, "guard.every": 4}
+    guarded = diagnose(evidence(recipe=often, host_checkpoint_ms=25.0, host_guards_ms=10.0))
+    (saves,) = (each for each in guarded if each.code == "checkpoint")
+    saved = (25 + 10 * 4 / 5) * 15 / 16
+    assert saves.saving == pytest.approx(saved / 125, abs=0.01), (
+        "with the fingerprints of saves, four of five"
+    )
     assert diagnose(evidence(host_evaluation_ms=30.0, host_checkpoint_ms=5.0)) == []
 
 

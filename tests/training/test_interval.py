@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import pytest
+
 from drumline.core.account import PARTS
+from drumline.core.environment import TRIAL
 from drumline.data.feed.times import FeedTimes
 from drumline.observe.clock import StepTimes
 from drumline.parallel.world import single_process
-from drumline.training.interval import EVERY_S, FIRST_S, LEAST_STEPS, IntervalTimes
+from drumline.training.interval import EVERY_S, FIRST_S, LEAST_STEPS, TRIAL_S, IntervalTimes
 from tests.training import tiny
 
 
@@ -72,3 +75,11 @@ def test_steps_of_a_minute_still_make_an_interval_of_some_steps() -> None:
     interval = _interval()
     assert not interval.due(1, 60.0)
     assert interval.due(1 + LEAST_STEPS, 60.0)
+
+
+def test_a_short_run_of_why_has_a_line_each_half_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRIAL, "1")
+    interval = _interval()
+    steps = [step for step in range(2, 100) if _take(interval, step, 0.05)]
+    gaps = {later - earlier for earlier, later in pairwise(steps)}
+    assert gaps <= {int(TRIAL_S / 0.05), int(TRIAL_S / 0.05) + 1}

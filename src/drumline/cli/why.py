@@ -6,7 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
+from typing import Any
 
+from drumline.cli import trials
 from drumline.cli.help import Command
 from drumline.config.arguments import read_options
 from drumline.core.errors import UserError
@@ -15,7 +17,7 @@ from drumline.core.text import message, print_result
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(trials.TrialOptions):
     """The arguments of `drumline why`."""
 
     run: str
@@ -23,17 +25,24 @@ class Options:
     trace: str = ""
     """Also write everything that the run recorded to this .json file, which ui.perfetto.dev and chrome://tracing
     open: docs/clock.md."""
+    trust: bool = False
+    """Run code that a recipe file names as package.module:factory."""
 
 
 COMMAND = Command(
     name="why",
-    usage="RUN [--trace FILE]",
+    usage="""RUN [--apply] [--trace FILE]
+--measure [RECIPE.toml] [FIELD=VALUE ...] [--apply]
+--sweep FIELD=A,B,... [RECIPE.toml] [FIELD=VALUE ...]""",
     about="""
         Report why a run is slow, the most expensive reason first, each with the numbers that
         show it, the time that a change is predicted to save, and the setting to change.
         Reads the times that every run records, so it works on a run that is finished, still
         running or killed, and measures nothing. `nothing stands out` if the time goes where
         it should: into computing. docs/why-slow.md explains each reason.
+
+        --measure, --sweep and --apply train for some seconds in short runs, which leave
+        nothing behind. docs/why-measure.md explains them.
 
         If stdout is not a terminal, its last line is JSON; `findings` has a list with `code`,
         `text`, `saving` (a fraction of the present time) and `flag`. Exit code 0, whatever is
@@ -42,8 +51,10 @@ COMMAND = Command(
     options=Options,
     examples="""
   drumline why runs/photos-resnet50-1
+  drumline why runs/photos-resnet50-1 --apply      try what it says
   drumline why runs/photos-resnet50-1 --trace trace.json
-  drumline train runs/photos-resnet50-1/recipe.toml data.workers=8
+  drumline why --measure data.path=photos model.name=resnet50
+  drumline why --sweep workers=2,4,8 batch=128,256 data.path=photos
 """,
 )
 WIDE = 120
@@ -51,6 +62,8 @@ WIDE = 120
 
 
 def main(argv: list[str]) -> int:
+    if "--measure" in argv or "--sweep" in argv:
+        return trials.main(argv)
     options = read_options(argv, Options, "why")
 
     from drumline.diagnosis.evidence import read_evidence
@@ -76,9 +89,11 @@ def main(argv: list[str]) -> int:
     width = min(get_terminal_size().columns, WIDE) if sys.stdout.isatty() else WIDE
     for line in verdict_lines(evidence, found, width):
         print(message(line))
-    result = {"run": str(run), "findings": [each.as_dict() for each in found]}
+    result: dict[str, Any] = {"run": str(run), "findings": [each.as_dict() for each in found]}
     if options.trace:
         result["trace"] = _write_trace(run, Path(options.trace))
+    if options.apply:
+        result["applied"] = trials.apply_to_run(run, found, evidence, options.seconds, options.trust)
     print_result(result)
     return 0
 

@@ -17,6 +17,9 @@ from drumline.core.errors import UserError
 LAUNCHER = "DRUMLINE_LAUNCHER"
 """Set by our launcher for its workers: the launcher's process id."""
 
+TRIAL = "DRUMLINE_TRIAL"
+"""Set by `drumline why` for its short runs: its process id."""
+
 LAUNCH_ID = "DRUMLINE_LAUNCH_ID"
 """Set by our launcher for its workers: random hexadecimal digits, one value per launch, the same on every machine."""
 

@@ -24,7 +24,7 @@ from multiprocessing.synchronize import Event
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from drumline.core.environment import LAUNCHER
+from drumline.core.environment import LAUNCHER, TRIAL
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -97,17 +97,19 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def die_with_parent() -> None:
-    """Called by a worker at its start: the kernel kills it when its launcher ends, even by kill -9.
+    """Called by a worker or a short run of `why` at its start: the kernel kills it when what started it ends, even by
+    kill -9.
 
-    Does nothing unless our launcher started this process (a run under nohup must outlive its shell). On kernels other
-    than Linux it only checks that the launcher still exists.
+    Does nothing in other processes (a run under nohup must outlive its shell). On kernels other than Linux it only
+    checks that the parent still exists.
     """
-    if LAUNCHER not in os.environ:
+    parent = os.environ.get(LAUNCHER) or os.environ.get(TRIAL)
+    if not parent:
         return
     if sys.platform == "linux":
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != int(os.environ[LAUNCHER]):
+    if os.getppid() != int(parent):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

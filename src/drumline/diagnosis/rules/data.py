@@ -81,12 +81,21 @@ def _disk(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> 
         evidence += f", which arrive at {sum(figures.get('read_mb')) / figures.step_ms * 1e3:,.0f} MB/s"
         needed = sum(figures.get("read_mb")) / max(figures.step_ms - wait, 1e-9) * 1e3
         evidence += f"; {needed:,.0f} MB/s are needed"
-    gained = min(wait, spent["disk"])
+    gained, flag = min(wait, spent["disk"]), ""
     fix = (
         "move the data to a faster or local disk, or pack it into a few large files: "
         "`drumline pack DATA OUT`, then data.path=OUT"
     )
-    return figures.slowdown("disk", f"{head}. The disk is the limit: {evidence}", gained, fix=fix)
+    # The number of native threads that read files does not depend on data.workers.
+    if figures.fact("pool") == "processes" or figures.own_code("data.source"):
+        workers = max(1, int(figures.fact("workers", 0)))
+        wanted = math.ceil(workers * spent["disk"] / max(figures.step_ms - wait, 1e-9))
+        wanted = min(wanted, MOST_WORKERS)
+        flag = figures.flag("data.workers", wanted) if wanted > workers else ""
+        if flag:
+            gained = min(wait, spent["disk"] * (1 - workers / wanted))
+            fix = f"{wanted} workers wait for more files at a time; if the disk cannot deliver more, {fix}"
+    return figures.slowdown("disk", f"{head}. The disk is the limit: {evidence}", gained, flag, fix)
 
 
 def _make(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
