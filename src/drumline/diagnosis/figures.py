@@ -101,10 +101,21 @@ class Figures:
 
     @property
     def other_cores(self) -> float:
-        """Cores that other programs use."""
+        """Cores that other programs use, on the machine where they use most."""
+        return max((max(0.0, busy - own) for busy, own in self._cores_of_machines()), default=0.0)
+
+    @property
+    def own_cores(self) -> float:
+        """Cores that this run uses, on the machine where other programs use most."""
+        return max(self._cores_of_machines(), key=lambda each: each[0] - each[1], default=(0.0, 0.0))[1]
+
+    def _cores_of_machines(self) -> list[tuple[float, float]]:
+        """Of each machine whose processes are all known: its busy cores, and those of them that this run uses."""
         if not self.known("busy_cores", "own_cores"):
-            return 0.0
-        return max(0.0, max(self.get("busy_cores")) - sum(self.get("own_cores")[: self.local_ranks]))
+            return []
+        size = self.local_ranks
+        machines = [slice(first, first + size) for first in range(0, self.ranks - size + 1, size)]
+        return [(max(self.get("busy_cores")[each]), sum(self.get("own_cores")[each])) for each in machines]
 
     @property
     def machine_is_busy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from drumline.core.account import COMPUTE, DATA, EXCHANGE, GUARDS, LOG, OTHER
@@ -169,8 +170,7 @@ def busy_machine(figures: Figures) -> Iterator[Slowdown]:
         f"other programs use {others:.1f} of {figures.fact('machine_cores', figures.cores)} cores: the loop waits "
         f"for a core for {percent(queued)} of its time"
     )
-    used = others + sum(figures.get("own_cores")[: figures.local_ranks])
-    saved = queued * figures.wall_ms * others / max(used, 1e-9)
+    saved = queued * figures.wall_ms * others / max(others + figures.own_cores, 1e-9)
     yield figures.slowdown("machine-busy", text, saved, fix="end them, or run them elsewhere")
 
 
@@ -223,10 +223,14 @@ def _overhead(figures: Figures, batch: float) -> float:
 
 def own_line(figures: Figures, rank: int | None = None) -> str:
     """The line of the user's own code that the loop is in most often, if it is there often enough."""
-    places, shares = figures.fact("own_code", ()), figures.get("own_code_share")
-    ranks = range(figures.ranks) if rank is None else [rank]
-    found = [(shares[each], places[each]) for each in ranks if each < len(places) and places[each]]
-    share, place = max(found, default=(0.0, ""))
+    looks = defaultdict[tuple[int, str], float](float)
+    for each in figures.steady:  # each names the line of its own
+        places = zip(each.facts.get("own_code", ()), each.get("own_code_share"), strict=False)
+        for number, (place, share) in enumerate(places):
+            if place and rank in (None, number):
+                looks[number, place] += share * each.steps
+    (_, place), seen = max(looks.items(), key=lambda item: item[1], default=((0, ""), 0.0))
+    share = seen / figures.whole.steps
     return f"{place} ({percent(share)} of the time)" if share >= OWN_LINE_WORTH else ""
 
 
