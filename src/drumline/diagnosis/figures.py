@@ -15,7 +15,8 @@ from drumline.config.fields import WrongValue, from_text, from_toml, recipe_fiel
 from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
 from drumline.config.sources import names_code
-from drumline.core.account import BETWEEN_STEPS, DATA, EXCHANGE, PARTS
+from drumline.core.account import BETWEEN_STEPS, EXCHANGE, PARTS
+from drumline.core.text import percent, rate
 from drumline.diagnosis.evidence import Evidence, Interval, merged
 from drumline.diagnosis.slowdown import Slowdown
 
@@ -128,6 +129,19 @@ class Figures:
         names = ("host_compute_ms", "host_optimizer_ms", "host_log_ms", "host_other_ms")
         return sum(map(self.mean, names))
 
+    def share(self, taken_ms: float) -> str:
+        """`12 % of each step (12.0 ms of 100 ms)`."""
+        return f"{percent(taken_ms / self.step_ms)} of each step ({ms(taken_ms)} of {ms(self.step_ms)})"
+
+    def speed_without(self, taken_ms: float) -> str:
+        """The speed of steps that do not take this long."""
+        return rate(self.batch / max(self.step_ms - taken_ms, 1e-9) * 1e3, "img")
+
+    def larger_batch(self, times: int) -> str:
+        """The flag for so many batches of now in one."""
+        batch = self.setting("data.batch")
+        return self.flag("data.batch", batch * times) if isinstance(batch, int) else ""
+
     def part(self, rank: int, name: str) -> float:
         """What a rank's host did."""
         return self.get(f"host_{name}_ms")[rank]
@@ -199,6 +213,3 @@ def ms(milliseconds: float) -> str:
     if milliseconds >= 1000:
         return f"{milliseconds / 1e3:.3g} s"
     return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 1 else 2}f} ms"
-
-
-__all__ = ["DATA", "HOST_PARTS", "Figures", "ms"]

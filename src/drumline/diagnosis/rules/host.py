@@ -38,7 +38,7 @@ def logging(figures: Figures) -> Iterator[Slowdown]:
         return
     every = figures.setting("train.log_every") or 0
     rarer = max(50, 10 * every)
-    text = f"logging takes {_share(figures, taken)}" + (f", with a line every {every} steps" if every else "")
+    text = f"logging takes {figures.share(taken)}" + (f", with a line every {every} steps" if every else "")
     saved = taken * (1 - every / rarer) if every else taken
     flag = figures.flag("train.log_every", rarer) if every else ""
     yield figures.slowdown(
@@ -60,7 +60,7 @@ def guards(figures: Figures) -> Iterator[Slowdown]:
         return
     yield figures.slowdown(
         "guards",
-        f"guards take {_share(figures, taken)}, with fingerprints every {every} steps",
+        f"guards take {figures.share(taken)}, with fingerprints every {every} steps",
         saved,
         figures.flag("guard.every", max(100, 10 * every)),
         "compare fingerprints less often",
@@ -79,7 +79,7 @@ def stalled(figures: Figures) -> Iterator[Slowdown]:
     parts = [part for part in HOST_PARTS if part not in (DATA, EXCHANGE)]
     longest = max(parts, key=lambda part: figures.mean(f"host_{part}_ms"))
     text = (
-        f"the loop does nothing for {_share(figures, stall)}: it neither computes nor waits for data or another "
+        f"the loop does nothing for {figures.share(stall)}: it neither computes nor waits for data or another "
         f"process. The longest part is {longest} ({ms(figures.mean(f'host_{longest}_ms'))})"
     )
     named = figures.own_code("train.loss", "model.name", "optim.name", "distill.method")
@@ -99,7 +99,7 @@ def late_host(figures: Figures) -> Iterator[Slowdown]:
     between = (LOG, GUARDS, OTHER, COMPUTE)
     longest = max(between, key=lambda part: figures.mean(f"host_{part}_ms"))
     text = (
-        f"the GPU waits {_share(figures, late)} for the host, although its batch is there. Of what the host does "
+        f"the GPU waits {figures.share(late)} for the host, although its batch is there. Of what the host does "
         f"between two steps, {longest} takes longest ({ms(figures.mean(f'host_{longest}_ms'))})"
     )
     if where := own_line(figures):
@@ -119,7 +119,6 @@ def small_batch(figures: Figures) -> Iterator[Slowdown]:
     fixed = figures.fixed_ms + launching
     if fixed < FIXED_WORTH * figures.step_ms:
         return
-    batch = figures.setting("data.batch")
     text = (
         f"a step of {rank_batch:.0f} images{' per process' if figures.ranks > 1 else ''} takes "
         f"{ms(figures.step_ms)}, of which {ms(fixed)} ({percent(fixed / figures.step_ms)}) do not depend on the "
@@ -133,7 +132,7 @@ def small_batch(figures: Figures) -> Iterator[Slowdown]:
         "small-batch",
         text,
         fixed * (1 - 1 / LARGER),
-        figures.flag("data.batch", batch * LARGER) if isinstance(batch, int) else "",
+        figures.larger_batch(LARGER),
         "a larger batch, with the learning rate that it needs (optim.lr_scaling)",
     )
 
@@ -247,10 +246,6 @@ def _unimportant(figures: Figures, taken: float, worth: float) -> bool:
     """On a GPU, what the host does between two steps costs at most what the device waits for it."""
     cost = min(taken, figures.mean("late_ms")) if figures.on_gpu else taken
     return cost < worth * figures.step_ms
-
-
-def _share(figures: Figures, taken: float) -> str:
-    return f"{percent(taken / figures.step_ms)} of each step ({ms(taken)} of {ms(figures.step_ms)})"
 
 
 def _waits_for_core(figures: Figures) -> bool:
