@@ -16,6 +16,7 @@ from drumline.core.account import PARTS
 from drumline.diagnosis.evidence import Evidence, Interval, merged
 from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.rules import diagnose
+from drumline.diagnosis.rules.host import own_line
 from drumline.diagnosis.slowdown import Slowdown
 
 RECIPE: Mapping[str, Any] = {
@@ -178,6 +179,32 @@ def test_on_a_busy_machine_waiting_for_data_must_exceed_waiting_for_a_core() -> 
     values = {**WAITS, "data_ms": 30.0, "host_data_ms": 30.0, "feed_make_ms": 90.0, "loop_queued": 0.5}
     values |= {"busy_cores": 8.0, "own_cores": 1.0}
     assert only(diagnose(evidence(**values))).code == "machine-busy"
+
+
+def test_other_programs_are_those_of_one_machine_and_unknown_if_a_rank_is_missing() -> None:
+    """Two machines with two ranks each: the second one uses more cores, all of them for the run."""
+
+    def others(own: tuple[float, ...], busy: tuple[float, ...], local_ranks: int = 2) -> float:
+        rows = interval(own_cores=own, busy_cores=busy)
+        facts = {**rows.facts, "local_ranks": local_ranks}
+        return Figures(Evidence([replace(rows, facts=facts)])).other_cores
+
+    assert others((1.0, 1.0, 4.0, 4.0), (2.0, 2.0, 8.0, 8.0)) == 0.0
+    assert others((1.0, 1.0, 4.0, 4.0), (5.0, 5.0, 8.0, 8.0)) == 3.0
+    assert others((1.0,), (8.0,), local_ranks=8) == 0.0, "the other seven ranks have not reported"
+
+
+def test_the_line_that_is_named_is_the_most_frequent_one_of_all_intervals() -> None:
+    def line(number: int, place: str, share: float) -> Interval:
+        return interval(number, {**FACTS, "own_code": [place]}, own_code_share=share)
+
+    places = [
+        line(1, "", 0.0),
+        line(2, "a.py:1 in f", 0.6),
+        line(3, "a.py:1 in f", 0.6),
+        line(4, "b.py:2 in g", 0.1),
+    ]
+    assert own_line(Figures(Evidence(places))) == "a.py:1 in f (40 % of the time)"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
 
-from drumline.observe.nvml import Gpu, gpu_reader
+from drumline.observe.nvml import Gpu, _opened, gpu_reader
 
 FAILED = 3
 
@@ -71,6 +72,11 @@ def test_what_the_driver_does_not_report_is_left_out() -> None:
     found = Gpu(Library(missing=("use", "clock", "reasons")), None).read()
     assert set(found) == {"gpu_memory_mb", "gpu_celsius", "gpu_watts", "gpu_watts_limit"}
     assert Gpu(object(), None).read() == {}
+
+
+def test_a_library_of_a_driver_without_these_functions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert _opened("00000000:1B:00.0") is None
 
 
 def test_without_a_gpu_nothing_is_read() -> None:

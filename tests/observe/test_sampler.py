@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from pathlib import Path
 from types import FrameType
 
+import pytest
+
+import drumline
 from drumline.core.account import EVALUATION, Account
 from drumline.observe.sampler import LOOKS_PER_S, Sampler, own_line
 
@@ -56,6 +61,33 @@ def _inside_ours() -> FrameType | None:
     held.listener = lambda part, counted: frames.append(sys._getframe().f_back)
     held.enter("forward")
     return frames[0]
+
+
+def test_a_driver_that_hangs_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.observe.sampler._STOP_S", 0.1)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def read() -> dict[str, float]:
+        hangs.set()
+        goes_on.wait()
+        return {}
+
+    sampler = Sampler(Account(), read)
+    sampler.start()
+    assert hangs.wait(30)
+    began = time.perf_counter()
+    sampler.stop()
+    assert time.perf_counter() - began < 10
+    goes_on.set()
+
+
+def test_a_project_whose_folder_begins_like_ours_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = str(Path(drumline.__file__).parent)
+    for folder, place in ((f"{ours}_models", "own.py:1 in f"), (ours, "")):
+        names: dict[str, FrameType] = {}
+        code = compile("def f(): return sys._getframe()\nframe = f()", f"{folder}/own.py", "exec")
+        exec(code, {"sys": sys}, names)
+        assert own_line(names["frame"]) == place
 
 
 def test_a_look_costs_less_than_a_thousandth_of_the_time() -> None:

@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
-from drumline.observe.usage import Usage
+from drumline.observe.usage import LEVELS, RATES, Usage
 
 
 def _spin(seconds: float) -> None:
@@ -29,8 +30,8 @@ def test_a_core_that_is_used_and_memory_and_files_that_are_held_are_counted() ->
     seconds = after.time_s - before.time_s
     assert found["own_cores"] * seconds == pytest.approx(0.2, abs=0.15)
     assert found["busy_cores"] * seconds > 0.1
-    assert found["memory_mb"] - before.memory_bytes / 2**20 > 40
-    assert found["descriptors"] - before.descriptors == 10
+    assert found["memory_mb"] - before.counters["memory_mb"] > 40
+    assert found["descriptors"] - before.counters["descriptors"] == 10
     for file in files:
         os.close(file)
 
@@ -55,6 +56,21 @@ def test_the_calling_thread_is_the_one_that_is_measured() -> None:
     thread.start()
     thread.join()
     mine = Usage.now()
-    assert found[0].loop_s is not None
-    assert mine.loop_s is not None
-    assert found[0].loop_s[0] < 0.05 < mine.loop_s[0]
+    assert found[0].counters["loop_cores"] < 0.05 < mine.counters["loop_cores"]
+
+
+def test_what_a_system_does_not_report_is_left_out_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Usage.now()
+    for name in ("num_ctx_switches", "num_fds", "io_counters", "children"):
+        monkeypatch.setattr(psutil.Process, name, _raise)
+    monkeypatch.setattr(psutil, "cpu_times", _raise)
+    monkeypatch.setattr(psutil, "virtual_memory", _raise)
+    found = Usage.now().since(before)
+    assert "threads" in found
+    gone = {"switches_s", "descriptors", "disk_mb_s", "own_cores", "busy_cores", "free_memory_mb"}
+    assert not gone & set(found)
+    assert set(before.counters) <= {*RATES, *LEVELS}
+
+
+def _raise(*args: object, **kwargs: object) -> None:
+    raise NotImplementedError("not in this sandbox")

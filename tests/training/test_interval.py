@@ -11,6 +11,7 @@ from drumline.core.account import PARTS
 from drumline.core.environment import TRIAL
 from drumline.data.feed.times import FeedTimes
 from drumline.observe.clock import StepTimes
+from drumline.observe.usage import Usage
 from drumline.parallel.world import single_process
 from drumline.training.interval import EVERY_S, FIRST_S, LEAST_STEPS, TRIAL_S, IntervalTimes
 from tests.training import tiny
@@ -50,6 +51,30 @@ def test_a_gpu_that_has_finished_no_step_gives_no_number() -> None:
     assert found is not None
     assert math.isnan(found[1]["compute_ms"][0])
     assert not math.isnan(found[1]["step_ms"][0])
+
+
+def test_ranks_exchange_the_same_names_whatever_counters_their_systems_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    for unknown in ((), ("queued_cores", "disk_mb_s")):
+        interval = _interval()
+        plain = Usage.since
+        monkeypatch.setattr(
+            Usage,
+            "since",
+            lambda now, before, unknown=unknown, plain=plain: {
+                name: value for name, value in plain(now, before).items() if name not in unknown
+            },
+        )
+        interval.add(_times(3))
+        interval.request(3)
+        assert interval._pending is not None
+        sizes.append(interval._pending._table.shape)
+        found = interval.arrived()
+        assert found is not None
+        assert not set(unknown) & set(found[1])
+    assert sizes[0] == sizes[1]
 
 
 def test_the_first_line_is_due_after_some_seconds_and_the_others_every_half_minute() -> None:

@@ -85,7 +85,7 @@ def measure(arguments: Sequence[str], options: TrialOptions) -> int:
     found = arms.findings(measured)
     for line in arms.lines(measured):
         _print(line)
-    for line in verdict_lines(measured.evidence, found, _width()):
+    for line in verdict_lines(measured.evidence, found, width()):
         print(message(line))
     speeds = measured.evidence.arms
     result: dict[str, Any] = {
@@ -138,7 +138,7 @@ def sweep(arguments: Sequence[str], options: TrialOptions) -> int:
             say(f"{' '.join(sweeps.settings_of(axes, row.values))}: {sweeps.described(row)}")
     except KeyboardInterrupt:
         interrupted = True
-    for line in [*sweeps.table(axes, rows, _width()), *sweeps.verdict(axes, rows)]:
+    for line in [*sweeps.table(axes, rows, width()), *sweeps.verdict(axes, rows)]:
         print(message(line))
     if interrupted:
         say(f"interrupted after {len(rows)} of {counted(total, 'combination')}")
@@ -233,8 +233,9 @@ def _announce(runs: int, seconds: float) -> None:
 
 
 def _print(text: str) -> None:
-    print(wrapped(message(text), _width()))
+    print(wrapped(message(text), width()))
 
 
-def _width() -> int:
+def width() -> int:
+    """Characters of a line."""
     return min(get_terminal_size().columns, WIDE) if sys.stdout.isatty() else WIDE

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 from drumline.cli import trials
@@ -57,8 +55,6 @@ COMMAND = Command(
   drumline why --sweep workers=2,4,8 batch=128,256 data.path=photos
 """,
 )
-WIDE = 120
-"""Sentences are not wrapped at more than this."""
 
 
 def main(argv: list[str]) -> int:
@@ -86,8 +82,7 @@ def main(argv: list[str]) -> int:
         )
         raise UserError(f"{run} has no times yet (it is {state})", fix)
     found = diagnose(evidence)
-    width = min(get_terminal_size().columns, WIDE) if sys.stdout.isatty() else WIDE
-    for line in verdict_lines(evidence, found, width):
+    for line in verdict_lines(evidence, found, trials.width()):
         print(message(line))
     result: dict[str, Any] = {"run": str(run), "findings": [each.as_dict() for each in found]}
     if options.trace:

@@ -139,4 +139,4 @@ class Account:
 
 account = Account()
 """That of this process's training loop."""
-enter, within, waiting = account.enter, account.within, account.waiting
+within, waiting = account.within, account.waiting

@@ -15,7 +15,8 @@ from drumline.config.fields import WrongValue, from_text, from_toml, recipe_fiel
 from drumline.config.recipe import Recipe
 from drumline.config.rules import problems
 from drumline.config.sources import names_code
-from drumline.core.account import BETWEEN_STEPS, DATA, EXCHANGE, PARTS
+from drumline.core.account import BETWEEN_STEPS, EXCHANGE, PARTS
+from drumline.core.text import percent, rate
 from drumline.diagnosis.evidence import Evidence, Interval, merged
 from drumline.diagnosis.slowdown import Slowdown
 
@@ -101,10 +102,21 @@ class Figures:
 
     @property
     def other_cores(self) -> float:
-        """Cores that other programs use."""
+        """Cores that other programs use, on the machine where they use most."""
+        return max((max(0.0, busy - own) for busy, own in self._cores_of_machines()), default=0.0)
+
+    @property
+    def own_cores(self) -> float:
+        """Cores that this run uses, on the machine where other programs use most."""
+        return max(self._cores_of_machines(), key=lambda each: each[0] - each[1], default=(0.0, 0.0))[1]
+
+    def _cores_of_machines(self) -> list[tuple[float, float]]:
+        """Of each machine whose processes are all known: its busy cores, and those of them that this run uses."""
         if not self.known("busy_cores", "own_cores"):
-            return 0.0
-        return max(0.0, max(self.get("busy_cores")) - sum(self.get("own_cores")[: self.local_ranks]))
+            return []
+        size = self.local_ranks
+        machines = [slice(first, first + size) for first in range(0, self.ranks - size + 1, size)]
+        return [(max(self.get("busy_cores")[each]), sum(self.get("own_cores")[each])) for each in machines]
 
     @property
     def machine_is_busy(self) -> bool:
@@ -116,6 +128,19 @@ class Figures:
         """What a step takes on the host whatever its batch, without guards, which have a rule of their own."""
         names = ("host_compute_ms", "host_optimizer_ms", "host_log_ms", "host_other_ms")
         return sum(map(self.mean, names))
+
+    def share(self, taken_ms: float) -> str:
+        """`12 % of each step (12.0 ms of 100 ms)`."""
+        return f"{percent(taken_ms / self.step_ms)} of each step ({ms(taken_ms)} of {ms(self.step_ms)})"
+
+    def speed_without(self, taken_ms: float) -> str:
+        """The speed of steps that do not take this long."""
+        return rate(self.batch / max(self.step_ms - taken_ms, 1e-9) * 1e3, "img")
+
+    def larger_batch(self, times: int) -> str:
+        """The flag for so many batches of now in one."""
+        batch = self.setting("data.batch")
+        return self.flag("data.batch", batch * times) if isinstance(batch, int) else ""
 
     def part(self, rank: int, name: str) -> float:
         """What a rank's host did."""
@@ -188,6 +213,3 @@ def ms(milliseconds: float) -> str:
     if milliseconds >= 1000:
         return f"{milliseconds / 1e3:.3g} s"
     return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 1 else 2}f} ms"
-
-
-__all__ = ["DATA", "HOST_PARTS", "Figures", "ms"]

@@ -218,9 +218,7 @@ def measure(
             if not dropped.worked:
                 notes.append(_not_dropped(dropped))
                 continue
-            found = cold = run_trial(
-                command.having(*NO_PAUSES), seconds, within=lambda interval: interval.epoch <= 1
-            )
+            found = cold = run_cold(command, seconds)
         elif name == CACHED:
             found = cached = run_trial(command, seconds, within=same_samples(cold))
             if (

@@ -7,7 +7,7 @@ one with the largest predicted saving comes first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -37,11 +37,7 @@ class Slowdown:
     def as_dict(self) -> dict[str, Any]:
         """For the line of JSON."""
         return {
-            "code": self.code,
-            "text": self.text,
-            "saving": self.saving,
-            "flag": self.flag,
-            "fix": self.fix,
+            **asdict(self),
             "images_per_s": self.images_per_s or None,
             "predicted_images_per_s": self.predicted_images_per_s or None,
         }

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -226,5 +226,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             family = psutil.Process(process.pid)
             for each in [*family.children(recursive=True), family]:
-                each.kill()
+                with suppress(psutil.NoSuchProcess):  # one may end by itself
+                    each.kill()
             process.wait()

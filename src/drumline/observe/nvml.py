@@ -86,13 +86,12 @@ def gpu_reader(device: torch.device) -> Callable[[], Mapping[str, float]]:
 
 def _opened(pci_bus_id: str) -> Gpu | None:
     """The GPU with this PCI address (`00000000:1B:00.0`); None if the driver does not know it."""
+    handle = ctypes.c_void_p()
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        known = library.nvmlInit_v2() == _OK and (
+            library.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(handle)) == _OK
+        )
+    except (OSError, AttributeError):  # no library, or one without these functions
         return None
-    handle = ctypes.c_void_p()
-    if library.nvmlInit_v2() != _OK:
-        return None
-    if library.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(handle)) != _OK:
-        return None
-    return Gpu(library, handle)
+    return Gpu(library, handle) if known else None

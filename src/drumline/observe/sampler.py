@@ -7,6 +7,7 @@ an installed package.
 
 from __future__ import annotations
 
+import os
 import site
 import sys
 import sysconfig
@@ -20,7 +21,9 @@ from drumline.core.account import BETWEEN_STEPS, Account, account
 
 LOOKS_PER_S = 20
 READINGS_PER_S = 1
-_OURS = str(Path(__file__).parents[1])
+_STOP_S = 2.0
+"""How long `stop` waits: a driver that hangs must not hold the run."""
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _FOREIGN = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -50,10 +53,10 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, which may be in the driver for a while yet."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_STOP_S)
 
     def take(self) -> tuple[str, float, dict[str, float]]:
         """Since the last call: the user's line that the loop was in most often and the fraction of the looks that

@@ -17,7 +17,7 @@ from drumline.core.environment import TRIAL
 from drumline.data.feed.times import FeedTimes
 from drumline.observe.clock import StepTimes
 from drumline.observe.sampler import Sampler
-from drumline.observe.usage import Usage
+from drumline.observe.usage import LEVELS, RATES, Usage
 from drumline.parallel.world import World
 
 FIRST_S, EVERY_S = 8.0, 30.0
@@ -81,7 +81,7 @@ class IntervalTimes:
         self._written += 1
         self._usage, self._fed = Usage.now(), self._feed.sums()
         place, share, device = self._sampler.take()
-        # Only parts that every rank has in the same order: those of the device come and go.
+        # The same names on every rank: parts of the device come and go, and systems report different counters.
         per_step = {
             "step_ms": times.step_s,
             "data_ms": times.data_s,
@@ -98,26 +98,31 @@ class IntervalTimes:
             "behind": times.behind / times.steps,
             "own_code_share": share,
         }
-        row |= self._usage.since(usage)
+        used = self._usage.since(usage)
+        row |= {name: used.get(name, math.nan) for name in USAGE_VALUES}
         row |= {name: device.get(name, 0.0) for name in GPU_VALUES}
         self._pending = _Pending(self._world, step, times.steps, row, place)
 
     def arrived(self, wait: bool = False) -> tuple[int, dict[str, Any]] | None:
         """The step at which an interval ended and its numbers, once they are there: lists over the ranks. What is
-        zero everywhere is left out. None before, unless it shall `wait`."""
+        zero everywhere is left out, and counters that no system reports. None before, unless it shall `wait`."""
         pending = self._pending
         if pending is None or not (wait or pending.is_done()):
             return None
         self._pending = None
         values, places = pending.values()
         found: dict[str, Any] = {
-            name: [float(f"{value:.5g}") for value in row] for name, row in values.items() if any(row)
+            name: [float(f"{value:.5g}") for value in row]
+            for name, row in values.items()
+            if any(row) and not (name in USAGE_VALUES and all(map(math.isnan, row)))
         }
         if any(places):
             found["own_code"] = list(places)
         return pending.step, {"steps": pending.steps, **found, **self.facts}
 
 
+USAGE_VALUES = (*RATES, *LEVELS)
+"""What `observe/usage.py` reports."""
 GPU_VALUES = (
     *("gpu_use", "gpu_memory_mb", "gpu_clock", "gpu_celsius", "gpu_watts", "gpu_watts_limit"),
     *("gpu_hot", "gpu_capped"),

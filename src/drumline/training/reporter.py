@@ -156,8 +156,7 @@ class RunReporter:
         self.run_log.log(line, show=False)
         if self.trend and (warning := self.trend.accuracy(done, score.correct, score.samples)):
             self.run_log.log(warning)
-        self._end_interval(done, wait=True)
-        self._log_window()
+        self.stopped(done)
         self.windows.begin(done)
         self.pause(done)
 
@@ -191,7 +190,7 @@ class RunReporter:
         self.display.step(self._latest)
 
     def stopped(self, done: int) -> None:
-        """Logs the times since the last evaluation, if a run ends without one."""
+        """Logs the times since the last evaluation, at the next one or at the end."""
         self._end_interval(done, wait=True)
         self._log_window()
 

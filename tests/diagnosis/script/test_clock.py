@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import drumline
 from drumline.guards.script import taps
+from drumline.guards.script.peers import Peers
 from tests.diagnosis.script.cost import seconds_per_step
 from tests.guards.scripts_run import Outcome, run_script
 
@@ -213,6 +215,30 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     for each in clock.verdict().evidence.intervals:
         host = sum(each.mean(name) for name in each.values if name.startswith("host_"))
         assert host == pytest.approx(each.mean("step_ms"))
+
+
+class Two(Peers):
+    """The first of two ranks; the other one reports nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (0, 1), dist.HashStore())
+
+    def clone(self) -> Peers:
+        return self
+
+
+def test_a_verdict_on_one_rank_leaves_the_intervals_as_they_are_on_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drumline.diagnosis.script.clock.peers_of", lambda group: Two())
+    monkeypatch.setattr("drumline.diagnosis.script.clock._CLOSING_S", 0.1)
+    loader, model, optimizer = parts()
+    with drumline.clock(loader, model, optimizer, report=False) as clock:
+        loop(loader, model, optimizer, steps=7)
+        assert clock.verdict().evidence.intervals[-1].step == 3
+        loop(loader, model, optimizer, steps=14)
+        clock.verdict()
+        assert [each.step for each in clock._history.stretches] == [3, 13]
 
 
 class Stream(IterableDataset[Any]):

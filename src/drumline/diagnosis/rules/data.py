@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from drumline.core.text import percent, rate
+from drumline.core.text import percent
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
@@ -33,11 +33,7 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
         worth = max(worth, figures.mean("loop_queued"))
     if wait < worth * figures.step_ms:
         return
-    share = (
-        f"{percent(wait / figures.step_ms)} of each step ({ms(wait)} of {ms(figures.step_ms)}) waits for data"
-    )
-    can_take = figures.batch / max(figures.step_ms - wait, 1e-9) * 1e3
-    head = f"{share}: the model could take {rate(can_take, 'img')}"
+    head = f"{figures.share(wait)} waits for data: the model could take {figures.speed_without(wait)}"
     spent = _parts(figures)
     main = max(spent, key=lambda name: spent[name])
     total = sum(spent.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.account import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, TEACHER
-from drumline.core.text import percent, rate
+from drumline.core.text import percent
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.rules.host import own_line
 from drumline.diagnosis.slowdown import Slowdown
@@ -97,11 +97,7 @@ def teacher(figures: Figures) -> Iterator[Slowdown]:
     taken = _part(figures, TEACHER)
     if taken < TEACHER_WORTH * figures.step_ms or figures.setting("distill.cache"):
         return
-    saved = figures.batch / max(figures.step_ms - taken, 1e-9) * 1e3
-    text = (
-        f"the teacher takes {percent(taken / figures.step_ms)} of each step ({ms(taken)} of {ms(figures.step_ms)}): "
-        f"without it, {rate(saved, 'img')}"
-    )
+    text = f"the teacher takes {figures.share(taken)}: without it, {figures.speed_without(taken)}"
     flag = figures.flag("distill.cache", "teacher-cache")
     fix = "later runs with the same data and teacher read its outputs from the cache that the next run fills"
     yield figures.slowdown("teacher", text, taken, flag, fix if flag else "use a smaller teacher")

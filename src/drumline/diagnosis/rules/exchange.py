@@ -62,7 +62,6 @@ def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
     exposed = exposed - queued * figures.wall_ms if figures.machine_is_busy else exposed * (1 - queued)
     if exposed < EXCHANGE_WORTH * figures.step_ms:
         return
-    batch = figures.setting("data.batch")
     text = (
         f"the exchange of gradients adds {ms(exposed)} after backward, {percent(exposed / figures.step_ms)} of each "
         "step, even on the rank that waits least"
@@ -71,7 +70,7 @@ def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
         "exchange",
         text,
         exposed * (1 - 1 / LARGER),
-        figures.flag("data.batch", batch * LARGER) if isinstance(batch, int) else "",
+        figures.larger_batch(LARGER),
         "a larger batch exchanges as much for more images, with the learning rate that it needs; or fewer processes",
     )
 

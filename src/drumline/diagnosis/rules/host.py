@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from drumline.core.account import COMPUTE, DATA, EXCHANGE, GUARDS, LOG, OTHER
@@ -37,7 +38,7 @@ def logging(figures: Figures) -> Iterator[Slowdown]:
         return
     every = figures.setting("train.log_every") or 0
     rarer = max(50, 10 * every)
-    text = f"logging takes {_share(figures, taken)}" + (f", with a line every {every} steps" if every else "")
+    text = f"logging takes {figures.share(taken)}" + (f", with a line every {every} steps" if every else "")
     saved = taken * (1 - every / rarer) if every else taken
     flag = figures.flag("train.log_every", rarer) if every else ""
     yield figures.slowdown(
@@ -59,7 +60,7 @@ def guards(figures: Figures) -> Iterator[Slowdown]:
         return
     yield figures.slowdown(
         "guards",
-        f"guards take {_share(figures, taken)}, with fingerprints every {every} steps",
+        f"guards take {figures.share(taken)}, with fingerprints every {every} steps",
         saved,
         figures.flag("guard.every", max(100, 10 * every)),
         "compare fingerprints less often",
@@ -78,7 +79,7 @@ def stalled(figures: Figures) -> Iterator[Slowdown]:
     parts = [part for part in HOST_PARTS if part not in (DATA, EXCHANGE)]
     longest = max(parts, key=lambda part: figures.mean(f"host_{part}_ms"))
     text = (
-        f"the loop does nothing for {_share(figures, stall)}: it neither computes nor waits for data or another "
+        f"the loop does nothing for {figures.share(stall)}: it neither computes nor waits for data or another "
         f"process. The longest part is {longest} ({ms(figures.mean(f'host_{longest}_ms'))})"
     )
     named = figures.own_code("train.loss", "model.name", "optim.name", "distill.method")
@@ -98,7 +99,7 @@ def late_host(figures: Figures) -> Iterator[Slowdown]:
     between = (LOG, GUARDS, OTHER, COMPUTE)
     longest = max(between, key=lambda part: figures.mean(f"host_{part}_ms"))
     text = (
-        f"the GPU waits {_share(figures, late)} for the host, although its batch is there. Of what the host does "
+        f"the GPU waits {figures.share(late)} for the host, although its batch is there. Of what the host does "
         f"between two steps, {longest} takes longest ({ms(figures.mean(f'host_{longest}_ms'))})"
     )
     if where := own_line(figures):
@@ -118,7 +119,6 @@ def small_batch(figures: Figures) -> Iterator[Slowdown]:
     fixed = figures.fixed_ms + launching
     if fixed < FIXED_WORTH * figures.step_ms:
         return
-    batch = figures.setting("data.batch")
     text = (
         f"a step of {rank_batch:.0f} images{' per process' if figures.ranks > 1 else ''} takes "
         f"{ms(figures.step_ms)}, of which {ms(fixed)} ({percent(fixed / figures.step_ms)}) do not depend on the "
@@ -132,7 +132,7 @@ def small_batch(figures: Figures) -> Iterator[Slowdown]:
         "small-batch",
         text,
         fixed * (1 - 1 / LARGER),
-        figures.flag("data.batch", batch * LARGER) if isinstance(batch, int) else "",
+        figures.larger_batch(LARGER),
         "a larger batch, with the learning rate that it needs (optim.lr_scaling)",
     )
 
@@ -169,8 +169,7 @@ def busy_machine(figures: Figures) -> Iterator[Slowdown]:
         f"other programs use {others:.1f} of {figures.fact('machine_cores', figures.cores)} cores: the loop waits "
         f"for a core for {percent(queued)} of its time"
     )
-    used = others + sum(figures.get("own_cores")[: figures.local_ranks])
-    saved = queued * figures.wall_ms * others / max(used, 1e-9)
+    saved = queued * figures.wall_ms * others / max(others + figures.own_cores, 1e-9)
     yield figures.slowdown("machine-busy", text, saved, fix="end them, or run them elsewhere")
 
 
@@ -223,10 +222,14 @@ def _overhead(figures: Figures, batch: float) -> float:
 
 def own_line(figures: Figures, rank: int | None = None) -> str:
     """The line of the user's own code that the loop is in most often, if it is there often enough."""
-    places, shares = figures.fact("own_code", ()), figures.get("own_code_share")
-    ranks = range(figures.ranks) if rank is None else [rank]
-    found = [(shares[each], places[each]) for each in ranks if each < len(places) and places[each]]
-    share, place = max(found, default=(0.0, ""))
+    looks = defaultdict[tuple[int, str], float](float)
+    for each in figures.steady:  # each names the line of its own
+        places = zip(each.facts.get("own_code", ()), each.get("own_code_share"), strict=False)
+        for number, (place, share) in enumerate(places):
+            if place and rank in (None, number):
+                looks[number, place] += share * each.steps
+    (_, place), seen = max(looks.items(), key=lambda item: item[1], default=((0, ""), 0.0))
+    share = seen / figures.whole.steps
     return f"{place} ({percent(share)} of the time)" if share >= OWN_LINE_WORTH else ""
 
 
@@ -243,10 +246,6 @@ def _unimportant(figures: Figures, taken: float, worth: float) -> bool:
     """On a GPU, what the host does between two steps costs at most what the device waits for it."""
     cost = min(taken, figures.mean("late_ms")) if figures.on_gpu else taken
     return cost < worth * figures.step_ms
-
-
-def _share(figures: Figures, taken: float) -> str:
-    return f"{percent(taken / figures.step_ms)} of each step ({ms(taken)} of {ms(figures.step_ms)})"
 
 
 def _waits_for_core(figures: Figures) -> bool:

@@ -22,7 +22,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -161,7 +160,8 @@ class Clock:
         `close`, the first rank knows the times of all."""
         if self._open:
             self._look()
-            self._end_stretch()
+            if self._peers.size == 1:  # otherwise only steps after which the intervals of all ranks end
+                self._end_stretch()
             self._messages = [self._peers.read(f"latest/{rank}") for rank in self._peers.ranks]
         return self._verdict()
 
@@ -311,9 +311,12 @@ class Clock:
                 if now - posted >= _POST_S and peers.size > 1:
                     posted = now
                     peers.post(f"latest/{peers.rank}", self._message())
-            except (RuntimeError, psutil.Error):  # the store ended with the process that held it
+                if self._every and now - printed >= self._every and peers.rank == peers.ranks[0]:
+                    printed = now
+                    print(verdict.progress_line(self._message()), file=sys.stderr, flush=True)
+            except (
+                RuntimeError,
+                OSError,
+            ):  # the store ended with the process that held it, or stderr is closed
                 continue
-            if self._every and now - printed >= self._every and peers.rank == peers.ranks[0]:
-                printed = now
-                print(verdict.progress_line(self._message()), file=sys.stderr, flush=True)
         self._look()

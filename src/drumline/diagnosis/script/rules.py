@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drumline.core.account import COMPUTE, DATA, OTHER
-from drumline.core.text import counted, percent, rate
+from drumline.core.text import counted, percent
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.script.lines import line_text
 from drumline.diagnosis.slowdown import Slowdown
@@ -48,11 +48,7 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
     workers = figures.fact("workers")
     if wait < (WAIT_WORTH if workers else INLINE_WORTH) * figures.step_ms:
         return
-    can_take = rate(figures.batch / max(figures.step_ms - wait, 1e-9) * 1e3, "img")
-    head = (
-        f"{percent(wait / figures.step_ms)} of each step ({ms(wait)} of {ms(figures.step_ms)}) waits for data: "
-        f"the model could take {can_take}"
-    )
+    head = f"{figures.share(wait)} waits for data: the model could take {figures.speed_without(wait)}"
     if workers is None:
         yield figures.slowdown("data", head, wait, fix="make batches ahead, in other processes or threads")
     elif not workers:
