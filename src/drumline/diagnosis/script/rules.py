@@ -46,7 +46,10 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
         wait = min(wait, figures.mean("data_ms") - figures.mean("copy_ms"))
     wait -= figures.mean("loader_start_ms")
     workers = figures.fact("workers")
-    if wait < (WAIT_WORTH if workers else INLINE_WORTH) * figures.step_ms:
+    worth = WAIT_WORTH if workers else INLINE_WORTH
+    if figures.machine_is_busy:  # the loader waits for a core, as the loop does
+        worth = max(worth, figures.mean("loop_queued"))
+    if wait < worth * figures.step_ms:
         return
     can_take = rate(figures.batch / max(figures.step_ms - wait, 1e-9) * 1e3, "img")
     head = (
