@@ -77,6 +77,10 @@ def interval(
     return Interval(100 * number, float(number), 100, 256e3 / max(rows["step_ms"]), rows, facts)
 
 
+def codes(found: list[Slowdown]) -> set[str]:
+    return {each.code for each in found}
+
+
 def evidence(
     *intervals: Interval, recipe: Mapping[str, Any] | None = None, **values: float | tuple[float, ...]
 ) -> Evidence:
@@ -263,6 +267,31 @@ def test_logging_and_guards_name_their_settings() -> None:
     found = only(diagnose(evidence(*series, recipe={"guard.every": 1})))
     assert (found.code, found.flag) == ("guards", "guard.every=100")
     assert diagnose(evidence(*series, recipe={"guard.every": 1000})) == [], "the first steps, and saves"
+    busy = {"host_guards_ms": 20.0, "loop_queued": 0.6, "loop_cores": 0.4, "busy_cores": 8.0}
+    series = [interval(number, **busy) for number in range(1, 4)]
+    assert "guards" in codes(diagnose(evidence(*series, recipe={"guard.every": 1}))), "a mean of many"
+    assert "guards" not in codes(diagnose(evidence(*series, recipe={"guard.every": 10}))), (
+        "20 may all be unlucky"
+    )
+
+
+def test_an_own_loss_in_which_the_loop_is_often_found_is_named() -> None:
+    facts = {**FACTS, "own_code": ["mine.py:7 in focal"]}
+    recipe = {"train.loss": "mine:focal"}
+    found = only(diagnose(evidence(interval(facts=facts, own_code_share=0.3), recipe=recipe)))
+    assert (found.code, found.saving) == ("loss", 0.0)
+    assert "mine.py:7 in focal (30 % of the time)" in found.text
+    assert diagnose(evidence(interval(facts=facts, own_code_share=0.05), recipe=recipe)) == []
+    facts["own_code"] = ["mine.py:20 in forward"]
+    assert diagnose(evidence(interval(facts=facts, own_code_share=0.9), recipe=recipe)) == [], (
+        "a model computes"
+    )
+
+
+def test_an_evaluation_soon_before_the_end_counts_as_often_as_it_happens() -> None:
+    series = [interval(1), interval(2, host_evaluation_ms=60.0)]
+    assert codes(diagnose(evidence(*series))) == {"evaluation"}
+    assert diagnose(evidence(*series, recipe={"train.eval_every": 5})) == []
 
 
 def test_a_small_batch_is_found_by_what_does_not_depend_on_it_or_by_fast_evaluations() -> None:

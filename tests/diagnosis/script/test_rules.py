@@ -63,6 +63,18 @@ def test_batches_that_are_ready_and_slow_to_take_over_need_no_workers() -> None:
     assert set(found(message({"workers": 4}, host_data_ms=60.0, taking_ms=55.0, **USED))) == {"hand-over"}
 
 
+def test_on_a_busy_machine_a_wait_that_the_queue_for_a_core_explains_is_no_reason() -> None:
+    busy = {"own_cores": 1.0, "busy_cores": 8.0, "loop_queued": 0.4, "loop_cores": 0.5}
+    assert set(found(message({"workers": 2}, host_data_ms=20.0, taking_ms=19.0, **busy))) == {"machine-busy"}
+    assert "hand-over" in found(message({"workers": 2}, host_data_ms=60.0, taking_ms=59.0, **busy))
+
+
+def test_workers_that_wait_for_a_core_as_the_loop_does_do_not_wait_for_a_disk() -> None:
+    busy = {"own_cores": 1.0, "busy_cores": 8.0, "loop_queued": 0.7, "loop_cores": 0.1}
+    assert "decode" in found(message({"workers": 2}, host_data_ms=80.0, loader_cores=0.4, **busy))
+    assert "workers" in found(message({"workers": 2}, host_data_ms=80.0, loader_cores=0.02, **busy))
+
+
 def test_workers_that_start_anew_for_each_pass_are_kept() -> None:
     one = found(message({"workers": 4}, host_data_ms=30.0, loader_start_ms=29.0, **USED))
     assert one["loader-start"].flag == "DataLoader(persistent_workers=True)"

@@ -16,7 +16,7 @@ EVALUATION_AIM, CHECKPOINT_AIM = 0.1, 0.02
 
 
 def evaluation_heavy(figures: Figures) -> Iterator[Slowdown]:
-    taken = max(figures.get("host_evaluation_ms"))
+    taken = max(figures.get("host_evaluation_ms")) * _usual(figures)
     share = taken / figures.wall_ms
     if share < EVALUATION_WORTH:
         return
@@ -58,6 +58,16 @@ def _guards_of_saves(figures: Figures, steps: int) -> float:
 
 
 RULES = (evaluation_heavy, checkpoint_heavy)
+
+
+def _usual(figures: Figures) -> float:
+    """The evaluations that these epochs usually have, as a fraction of those that happened: a run that stops soon
+    after one shows too many."""
+    every, intervals = figures.setting("train.eval_every"), figures.evidence.intervals
+    seen = sum(max(each.get("host_evaluation_ms")) > 0 for each in figures.steady)
+    if not every or not seen or len(intervals) < 2:
+        return 1.0
+    return min(1.0, (intervals[-1].epoch - intervals[0].epoch) / every / seen)
 
 
 def _rarer(share: float, aim: float) -> int:

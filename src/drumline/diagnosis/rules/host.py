@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from drumline.config.sources import names_code
 from drumline.core.account import COMPUTE, DATA, EXCHANGE, GUARDS, LOG, OTHER
 from drumline.core.text import percent
 from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
@@ -12,6 +13,8 @@ from drumline.diagnosis.slowdown import Slowdown
 
 LOG_WORTH, GUARDS_WORTH = 0.05, 0.08
 """Fractions of a step that logging and guards may take."""
+MANY = 30
+"""Fingerprints whose mean is known well, also on a busy machine."""
 STALL_WORTH = 0.12
 """Fraction of a step in which the loop neither runs, nor wants to run, nor waits for data or another process."""
 FIXED_WORTH = 0.3
@@ -48,12 +51,15 @@ def logging(figures: Figures) -> Iterator[Slowdown]:
 
 def guards(figures: Figures) -> Iterator[Slowdown]:
     """Only what rarer fingerprints would save: those of the first steps and of saves stay."""
-    taken, every = _critical(figures, GUARDS), figures.setting("guard.every")
-    if not every or _unimportant(figures, taken, GUARDS_WORTH):
+    every, steady = figures.setting("guard.every"), figures.steady
+    if not every:
         return
-    steady = figures.steady
     first, last = steady[0].step - steady[0].steps, steady[-1].step
     regular = last // every - first // every
+    # The mean of many waits for a core as often as the rest of a step does.
+    taken = max(figures.get("host_guards_ms")) if regular >= MANY else _critical(figures, GUARDS)
+    if _unimportant(figures, taken, GUARDS_WORTH):
+        return
     saves = sum(each.get("host_checkpoint_ms")[0] > 0 for each in steady)
     saved = taken * regular / max(1, regular + saves) * (1 - every / max(100, 10 * every))
     if saved < GUARDS_WORTH * figures.step_ms:
@@ -89,6 +95,19 @@ def stalled(figures: Figures) -> Iterator[Slowdown]:
         text += f"; your own code in the step: {', '.join(named)}"
     fix = "look there for a sleep, a request, a print, a file or a lock, and move it out of the step"
     yield figures.slowdown("stall", text, stall, fix=fix)
+
+
+def own_loss(figures: Figures) -> Iterator[Slowdown]:
+    """The loop is often found in one line of the user's own loss, which should take little beside a model. How much
+    would be saved is not known: its backward costs time too."""
+    loss = figures.setting("train.loss")
+    if figures.on_gpu or not loss or not names_code(loss) or _stalls(figures):
+        return
+    where = own_line(figures)
+    if f" in {loss.rpartition(':')[2]} (" not in where:
+        return
+    fix = "compute it for the whole batch at once, without Python loops, .item(), prints and requests"
+    yield figures.slowdown("loss", f"the loop is in one line of your own loss, {where}", fix=fix)
 
 
 def late_host(figures: Figures) -> Iterator[Slowdown]:
@@ -177,6 +196,7 @@ RULES = (
     logging,
     guards,
     stalled,
+    own_loss,
     late_host,
     small_batch,
     too_many_threads,

@@ -46,7 +46,10 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
         wait = min(wait, figures.mean("data_ms") - figures.mean("copy_ms"))
     wait -= figures.mean("loader_start_ms")
     workers = figures.fact("workers")
-    if wait < (WAIT_WORTH if workers else INLINE_WORTH) * figures.step_ms:
+    worth = WAIT_WORTH if workers else INLINE_WORTH
+    if figures.machine_is_busy:  # the loader waits for a core, as the loop does
+        worth = max(worth, figures.mean("loop_queued"))
+    if wait < worth * figures.step_ms:
         return
     head = f"{figures.share(wait)} waits for data: the model could take {figures.speed_without(wait)}"
     if workers is None:
@@ -143,14 +146,17 @@ def _saturated(figures: Figures, head: str, wait: float, workers: int) -> Slowdo
     """The workers cannot make more."""
     used = figures.mean("loader_cores") / workers
     known = figures.known("loader_cores")
+    wants = used
+    if figures.machine_is_busy:  # they wait for a core as often as the loop does
+        wants = used / max(1 - figures.mean("loop_queued"), 0.1)
     making = figures.step_ms  # of each batch, by all workers together: they limit the steps
-    wanted = workers + _workers(figures, making, used if known else 1.0, now=workers)
+    wanted = workers + _workers(figures, making, min(wants, 1.0) if known else 1.0, now=workers)
     busy = f", each on a core {percent(min(used, 1.0))} of the time" if known else ""
     text = f"{head}. {counted(workers, 'worker')} cannot make more{busy}"
     if wanted > workers:
         after = max(figures.step_ms - wait, making * workers / wanted, _cores_ms(figures))
         return figures.slowdown("workers", text, figures.step_ms - after, f"DataLoader(num_workers={wanted})")
-    if known and used < IDLE_WORKER:
+    if known and wants < IDLE_WORKER:
         text += ": they wait, for the disk or the network"
         return figures.slowdown(
             "disk", text, wait, fix="use a faster or local disk, or fewer and larger files"
