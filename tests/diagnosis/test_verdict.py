@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from drumline.diagnosis.evidence import Evidence
+from drumline.diagnosis.evidence import Evidence, Interval
 from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.rules import diagnose
 from drumline.diagnosis.verdict import time_parts, verdict_lines
@@ -49,6 +50,21 @@ def test_nothing_stands_out_and_the_share_that_computes() -> None:
     assert verdict_lines(busy, [], 80)[-1] == (
         "nothing stands out: 97 % of the time computes, the GPU is busy for 98 %"
     )
+
+
+def test_a_short_last_interval_does_not_replace_a_long_first_one() -> None:
+    last = replace(interval(2), steps=1)
+    lines = verdict_lines(evidence(interval(), last), [], 80)
+    assert lines[0].startswith("101 steps to step 200: ")
+    assert verdict_lines(Evidence([last]), [], 80)[0].startswith("1 step to step 200: ")
+    assert "without the first 100" in verdict_lines(evidence(interval(), interval(2)), [], 80)[0]
+
+
+def test_an_older_run_shows_the_time_that_it_did_not_record() -> None:
+    values = {"step_ms": (10.0,), "compute_ms": (4.0,), "data_ms": (1.0,)}
+    lines = verdict_lines(Evidence([Interval(9, 1.0, 9, 100.0, values)]), [], 80)
+    shares = {line[2:28].strip(): line[28:36].split()[0] for line in lines if "█" in line}
+    assert shares == {"computing": "40", "waiting for data": "10", "not recorded": "50"}
 
 
 def test_a_reason_has_its_sentence_the_flag_and_the_speeds() -> None:

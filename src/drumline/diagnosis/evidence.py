@@ -98,9 +98,7 @@ def read_evidence(run: Path) -> Evidence:
         environment = json.loads((run / "environment.json").read_text())
     except (OSError, ValueError):
         environment = {}
-    return Evidence(
-        intervals, run_settings(run) or {}, environment if isinstance(environment, dict) else {}
-    )
+    return Evidence(intervals, run_settings(run) or {}, environment if isinstance(environment, dict) else {})
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:
