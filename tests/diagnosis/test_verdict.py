@@ -83,6 +83,16 @@ def test_ranks_have_columns_if_they_differ() -> None:
     assert "rank 0" not in "\n".join(verdict_lines(evidence(interval(step_ms=(100.0, 100.0))), [], 80))
 
 
+def test_sleep_between_two_steps_is_counted_once() -> None:
+    asleep = interval(
+        compute_ms=1.0, host_other_ms=90.0, host_forward_ms=0.5, host_data_ms=9.0, loop_cores=0.05
+    )
+    parts = time_parts(Figures(evidence(asleep)), 0)
+    assert parts["stall"] > 0
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) - parts["data"] == pytest.approx(91.0 + parts["guards"] + parts["log"])
+
+
 @pytest.mark.parametrize("facts", [FACTS, GPU], ids=["cpu", "gpu"])
 def test_the_parts_add_up_to_the_whole_time(facts: dict[str, Any]) -> None:
     inside = (

@@ -42,12 +42,17 @@ def time_parts(figures: Figures, rank: int) -> dict[str, float]:
         return {"compute": of("compute_ms") - sum(inside.values()), **inside, **step, **between}
     stall = stalled_ms(figures, rank)
     inside = {"exchange": of("host_exchange_ms"), "teacher": of("host_teacher_ms")}
-    inside["stall"] = stall if stall >= STALL_WORTH * figures.step_ms else 0.0
+    stall = stall if stall >= STALL_WORTH * figures.step_ms else 0.0
     rest = {name: of(f"host_{name}_ms") for name in ("guards", "log", "other")}
+    # The loop may sleep outside the model, too: there it is a part of `other`.
+    asleep = min(rest["other"], max(0.0, stall - of("compute_ms") + sum(inside.values())))
+    rest["other"] -= asleep
+    computes = of("compute_ms") - sum(inside.values()) - (stall - asleep)
+    inside["stall"] = stall
     if not any(name.startswith("host_") for name in figures.whole.values):  # a run of an older version
         rest["unknown"] = max(0.0, of("step_ms") - of("compute_ms") - of("data_ms"))
     return {
-        "compute": of("compute_ms") - sum(inside.values()),
+        "compute": computes,
         **inside,
         "data": of("data_ms"),
         **rest,
