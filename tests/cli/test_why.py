@@ -62,6 +62,8 @@ def test_a_missing_run_and_a_run_without_times_are_errors_with_a_fix(
 ) -> None:
     assert main(["why", str(tmp_path / "nothing")]) == 2
     assert "there is no run" in capsys.readouterr().err
+    assert main(["why", str(tmp_path)]) == 2
+    assert "is not a run" in capsys.readouterr().err
     (tmp_path / "log.txt").write_text("2026-01-01 00:00:00  started: drumline train\n")
     assert main(["why", str(tmp_path)]) == 2
     error = capsys.readouterr().err

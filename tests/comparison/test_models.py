@@ -183,6 +183,19 @@ def test_trained_weights_are_compared_and_not_overwritten() -> None:
     assert verdict.equal
 
 
+def test_weights_that_one_side_has_learnt_are_not_called_initial() -> None:
+    torch.manual_seed(0)
+    learnt = Plain()
+    with torch.no_grad():
+        for each in learnt.parameters():
+            each.mul_(3).add_(1)
+    images = torch.randn(2, 3, 32, 32)
+    both = [
+        judge(measure(Side("A", learnt, trained), Side("B", Plain()), images)) for trained in (False, True)
+    ]
+    assert [any("initial weights" in note for note in each.notes) for each in both] == [True, False]
+
+
 def switched_off(**how: Any) -> nn.Module:
     """A network whose residual branches begin at zero."""
     model = Residual(**how)

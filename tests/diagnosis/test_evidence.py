@@ -54,3 +54,12 @@ def test_a_run_that_was_resumed_on_more_processes_is_judged_as_it_is_now(tmp_pat
     both = {"step_ms": [5.0, 5.0], "data_ms": [1.0, 1.0], "compute_ms": [4.0, 4.0]}
     found = read_evidence(_run(tmp_path, _line(10), _line(20), _line(30, **both)))
     assert [each.step for each in found.intervals] == [30]
+
+
+def test_a_damaged_line_is_left_out_and_a_damaged_environment_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text("[]")
+    no_steps = {name: value for name, value in _line(20).items() if name != "steps"}
+    damaged = (no_steps, _line(30, step_ms="x"), _line(40, steps=0), _line(50, data_ms=[1.0, 2.0]))
+    found = read_evidence(_run(tmp_path, _line(10), *damaged))
+    assert [each.step for each in found.intervals] == [10]
+    assert found.environment == {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from drumline.diagnosis.evidence import Evidence
+from drumline.diagnosis.evidence import Evidence, Interval
 from drumline.diagnosis.figures import Figures
 from drumline.diagnosis.rules import diagnose
 from drumline.diagnosis.verdict import time_parts, verdict_lines
@@ -51,6 +52,21 @@ def test_nothing_stands_out_and_the_share_that_computes() -> None:
     )
 
 
+def test_a_short_last_interval_does_not_replace_a_long_first_one() -> None:
+    last = replace(interval(2), steps=1)
+    lines = verdict_lines(evidence(interval(), last), [], 80)
+    assert lines[0].startswith("101 steps to step 200: ")
+    assert verdict_lines(Evidence([last]), [], 80)[0].startswith("1 step to step 200: ")
+    assert "without the first 100" in verdict_lines(evidence(interval(), interval(2)), [], 80)[0]
+
+
+def test_an_older_run_shows_the_time_that_it_did_not_record() -> None:
+    values = {"step_ms": (10.0,), "compute_ms": (4.0,), "data_ms": (1.0,)}
+    lines = verdict_lines(Evidence([Interval(9, 1.0, 9, 100.0, values)]), [], 80)
+    shares = {line[2:28].strip(): line[28:36].split()[0] for line in lines if "█" in line}
+    assert shares == {"computing": "40", "waiting for data": "10", "not recorded": "50"}
+
+
 def test_a_reason_has_its_sentence_the_flag_and_the_speeds() -> None:
     found = diagnose(evidence(host_teacher_ms=60.0))
     text = "\n".join(verdict_lines(evidence(host_teacher_ms=60.0), found, 120))
@@ -65,6 +81,16 @@ def test_ranks_have_columns_if_they_differ() -> None:
     (row,) = [line.split() for line in shown.splitlines() if "waiting for other ranks" in line]
     assert row[-4:] == ["31", "%", "1.0", "%"]
     assert "rank 0" not in "\n".join(verdict_lines(evidence(interval(step_ms=(100.0, 100.0))), [], 80))
+
+
+def test_sleep_between_two_steps_is_counted_once() -> None:
+    asleep = interval(
+        compute_ms=1.0, host_other_ms=90.0, host_forward_ms=0.5, host_data_ms=9.0, loop_cores=0.05
+    )
+    parts = time_parts(Figures(evidence(asleep)), 0)
+    assert parts["stall"] > 0
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) - parts["data"] == pytest.approx(91.0 + parts["guards"] + parts["log"])
 
 
 @pytest.mark.parametrize("facts", [FACTS, GPU], ids=["cpu", "gpu"])

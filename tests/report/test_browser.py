@@ -111,6 +111,13 @@ def test_a_phone_scrolls_tables_not_the_page(browser: Browser, tmp_path: Path) -
     browser.size(1280, 900)
 
 
+def test_a_long_class_name_leaves_the_numbers_in_sight(browser: Browser, tmp_path: Path) -> None:
+    browser.size(1280, 900)
+    browser.open(written(tmp_path, make_run(tmp_path / "a", ("x" * 200, "short", "other"))))
+    widths = "[...document.querySelectorAll('tbody th')].map(each => each.getBoundingClientRect().width)"
+    assert browser.run(f"Math.max(...{widths})") < 500
+
+
 def test_three_runs_share_their_charts(browser: Browser, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, seed=number) for number, name in enumerate("abc")]
     browser.open(written(tmp_path, *runs))

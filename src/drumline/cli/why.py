@@ -65,11 +65,13 @@ def main(argv: list[str]) -> int:
     from drumline.diagnosis.evidence import read_evidence
     from drumline.diagnosis.rules import diagnose
     from drumline.diagnosis.verdict import verdict_lines
-    from drumline.observe.runs import summarize
+    from drumline.observe.runs import is_run, summarize
 
     run = Path(options.run)
     if not run.is_dir():
         raise UserError(f"there is no run {run}", "`drumline runs` lists the runs")
+    if not is_run(run):
+        raise UserError(f"{run} is not a run", "give a run folder; `drumline runs` lists them")
     if options.trace:
         check_output("--trace", Path(options.trace))
     evidence = read_evidence(run)

@@ -136,7 +136,7 @@ def measure(a: Side, b: Side, images: Tensor, progress: Progress = iter) -> Meas
     weights = None
     if a.trained and b.trained:
         weights = _weights(a.model, b.model, costs[0].layers, costs[1].layers, found)
-    else:
+    elif not (a.trained or b.trained):
         drawn = tuple(_drawn(a.model, b.model, costs[0].layers, costs[1].layers, found))
     values = _values(a, b, costs[0].layers, costs[1].layers, found, images[:2])
     steps, seconds = _times(a.model, b.model, images, progress)

@@ -91,13 +91,26 @@ class Evidence:
 
 def read_evidence(run: Path) -> Evidence:
     """The evidence in a run folder: of the processes that the run has now, if a resume has changed their number."""
-    intervals = [_interval(line) for line in metric_lines(run) if line.get("kind") == TIMES]
+    lines = (line for line in metric_lines(run) if line.get("kind") == TIMES)
+    intervals = [_interval(line) for line in lines if _is_whole(line)]
     intervals = [each for each in intervals if each.ranks == intervals[-1].ranks]
     try:
         environment = json.loads((run / "environment.json").read_text())
     except (OSError, ValueError):
         environment = {}
-    return Evidence(intervals, run_settings(run) or {}, environment)
+    return Evidence(intervals, run_settings(run) or {}, environment if isinstance(environment, dict) else {})
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether a line has what every rule reads. A damaged one has not."""
+    ranks = line.get("step_ms")
+    if not isinstance(ranks, list) or not ranks or not all(isinstance(each, int | float) for each in ranks):
+        return False
+    numbers = all(
+        isinstance(line.get(name), int | float) for name in ("step", "epoch", "steps", "images_per_s")
+    )
+    lists = (value for value in line.values() if isinstance(value, list))
+    return numbers and line["steps"] > 0 and all(len(each) == len(ranks) for each in lists)
 
 
 def _interval(line: Mapping[str, Any]) -> Interval:

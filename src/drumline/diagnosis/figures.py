@@ -23,6 +23,8 @@ from drumline.diagnosis.slowdown import Slowdown
 MOST_SAVED = 0.99
 OTHERS_WORTH = 0.25
 """Fraction of the machine's cores that other programs use, above which they matter."""
+ENOUGH = 4
+"""The first interval is left out if the others have its steps divided by this."""
 HOST_PARTS = tuple(part for part in PARTS if part not in BETWEEN_STEPS)
 """The parts of a step."""
 
@@ -35,13 +37,14 @@ class Figures:
 
     @cached_property
     def whole(self) -> Interval:
-        """All intervals as one, without the first if there are several: it includes what happens only once."""
+        """All intervals as one, without the first if the others say enough: it includes what happens only once."""
         return merged(self.steady)
 
     @property
     def steady(self) -> Sequence[Interval]:
         intervals = self.evidence.intervals
-        return intervals[1:] if len(intervals) > 1 else intervals
+        first, rest = (sum(each.steps for each in part) for part in (intervals[:1], intervals[1:]))
+        return intervals[1:] if rest >= first / ENOUGH else intervals
 
     def get(self, name: str) -> tuple[float, ...]:
         return self.whole.get(name)

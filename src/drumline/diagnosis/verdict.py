@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.core.text import percent, rate, wrapped_lines
+from drumline.core.text import counted, percent, rate, wrapped_lines
 from drumline.diagnosis.evidence import Evidence
 from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.rules.host import STALL_WORTH, stalled_ms
@@ -42,10 +42,17 @@ def time_parts(figures: Figures, rank: int) -> dict[str, float]:
         return {"compute": of("compute_ms") - sum(inside.values()), **inside, **step, **between}
     stall = stalled_ms(figures, rank)
     inside = {"exchange": of("host_exchange_ms"), "teacher": of("host_teacher_ms")}
-    inside["stall"] = stall if stall >= STALL_WORTH * figures.step_ms else 0.0
+    stall = stall if stall >= STALL_WORTH * figures.step_ms else 0.0
     rest = {name: of(f"host_{name}_ms") for name in ("guards", "log", "other")}
+    # The loop may sleep outside the model, too: there it is a part of `other`.
+    asleep = min(rest["other"], max(0.0, stall - of("compute_ms") + sum(inside.values())))
+    rest["other"] -= asleep
+    computes = of("compute_ms") - sum(inside.values()) - (stall - asleep)
+    inside["stall"] = stall
+    if not any(name.startswith("host_") for name in figures.whole.values):  # a run of an older version
+        rest["unknown"] = max(0.0, of("step_ms") - of("compute_ms") - of("data_ms"))
     return {
-        "compute": of("compute_ms") - sum(inside.values()),
+        "compute": computes,
         **inside,
         "data": of("data_ms"),
         **rest,
@@ -64,6 +71,7 @@ MEANINGS = {
     "guards": "guards",
     "log": "logging",
     "other": "between two steps",
+    "unknown": "not recorded",
     "evaluation": "evaluating",
     "checkpoint": "saving",
 }
@@ -75,7 +83,7 @@ def _head(figures: Figures, width: int) -> list[str]:
     left_out = "" if len(steady) == len(intervals) else f", without the first {intervals[0].steps:,}"
     processes = f" on {figures.ranks} ranks" if figures.ranks > 1 else ""
     text = (
-        f"{steps:,} steps to step {intervals[-1].step:,}{processes}{left_out}: "
+        f"{counted(steps, 'step')} to step {intervals[-1].step:,}{processes}{left_out}: "
         f"{rate(figures.whole.images_per_s, 'img')} in steps of {ms(figures.step_ms)}"
     )
     if figures.wall_ms > 1.01 * figures.step_ms:

@@ -192,5 +192,5 @@ def _in_dataset(figures: Figures) -> str:
     if not lines:
         return ""
     slowest = max(lines, key=lambda each: each.milliseconds)
-    share = slowest.milliseconds / max(figures.mean("host_data_ms"), 1e-9)
+    share = min(1.0, slowest.milliseconds / max(figures.mean("host_data_ms"), 1e-9))  # looks are samples
     return f"; {percent(share)} of that in {line_text(slowest.file, slowest.line)}" if share > 0.3 else ""
