@@ -176,7 +176,7 @@ def verdict(axes: Sequence[Axis], rows: Sequence[Row]) -> list[str]:
     if knee is not best:
         less = percent(1 - knee.images_per_s / best.images_per_s)
         lines.append(
-            f"knee: {' '.join(settings_of(axes, knee.values))}, the smallest within 5 % of it ({less} less)"
+            f"knee: {' '.join(settings_of(axes, knee.values))}, the smallest within 5 % of the best ({less} slower)"
         )
     return lines
 
