@@ -75,7 +75,7 @@ def test_different_models_exit_with_1_and_say_what_differs(capsys: pytest.Captur
         (("resnet8", "nowhere:build"), "there is no module nowhere"),
         (
             ("tests.comparison.networks:Vision", "resnet8", "--size", "40"),
-            "cannot take images of 2 x 3 x 40 x 40",
+            "rejects images of 2 x 3 x 40 x 40",
         ),
         (("resnet8", "resnet8", "--batch", "1"), "--batch 1"),
     ],

@@ -81,14 +81,16 @@ RULES = (slow_rank, exposed_exchange)
 
 
 def _slower(time_ms: float, usual: float) -> str:
+    if usual < 0.1:
+        return "takes far longer than"
     if time_ms < 2 * usual:
         return f"is {percent(time_ms / usual - 1)} slower than"
-    return f"takes {time_ms / max(usual, 0.1):.{0 if time_ms >= 10 * usual else 1}f} times as long as"
+    return f"takes {time_ms / usual:.{0 if time_ms >= 10 * usual else 1}f} times as long as"
 
 
 def _own_work(figures: Figures, rank: int) -> float:
     """A step of this rank alone: without waiting for the others, or for a core."""
-    return figures.busy(rank) - figures.get("loop_queued")[rank] * figures.whole.walls[rank]
+    return max(0.0, figures.busy(rank) - figures.get("loop_queued")[rank] * figures.whole.walls[rank])
 
 
 def _excess(figures: Figures, part: str, slow: int) -> float:
