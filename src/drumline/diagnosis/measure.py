@@ -1,8 +1,8 @@
 """The three arms of a measurement: the same training on synthetic data, on cold files and on files in memory.
 
 Promises: the arms differ in nothing but the data. From them come the stalls of DS-Analyzer (Mohan et al., 2021): the
-prep stall is what decoding and augmenting cost, the fetch stall what the disk costs. What could not be measured is
-left out and said, never guessed. `measure` runs the arms; the rest is pure.
+prep stall is what decoding and augmenting cost, the fetch stall what the disk costs. An arm that cannot be
+measured is left out and reported, never guessed. `measure` runs the arms; the rest is pure.
 """
 
 from __future__ import annotations
