@@ -49,7 +49,7 @@ class Benchmark:
     settings: Mapping[str, Settings]
     figures: Mapping[str, tuple[float | None, ...]]
     authors: Mapping[str, str]
-    """Whose figures each row has."""
+    """The source of each row's figures."""
     epochs: int
     milestones: tuple[int, ...]
     lr: float
@@ -83,7 +83,7 @@ class Benchmark:
 
 
 def _rows(text: str) -> tuple[dict[str, tuple[float | None, ...]], dict[str, str]]:
-    """Parses a table of figures: a name, a number per pair (`-` for none), and whose they are."""
+    """Parses a table of figures: a name, a number per pair (`-` for none), and the source."""
     figures: dict[str, tuple[float | None, ...]] = {}
     authors: dict[str, str] = {}
     for line in text.strip().splitlines():

@@ -24,11 +24,11 @@ from typing import Any
 from drumline.observe.trackers import RUN_ID, TRACKERS, RunFacts, TensorBoard, Tracker, run_id
 
 FINISH_S = 30.0
-"""How long a run that has ended waits for a tracker."""
+"""Seconds that a run waits for a tracker at its end."""
 SILENT_S = 3.0
-"""How long of that without a message."""
+"""Seconds of that wait before it logs a message."""
 WAITING_BYTES = 1 << 20
-"""Numbers that may wait for a tracker, about an hour's. It misses those beyond."""
+"""Entries that may wait for a tracker, about an hour's. It misses any more."""
 
 
 class TrackerError(Exception):
