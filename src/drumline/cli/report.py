@@ -1,4 +1,4 @@
-"""`drumline report`: the page of a run, or of several side by side."""
+"""`drumline report`: a report on a run, or on several side by side."""
 
 from __future__ import annotations
 

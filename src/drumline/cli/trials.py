@@ -1,7 +1,7 @@
 """`drumline why --measure`, `--sweep` and `--apply`: measure with short training runs.
 
-Promises: reads the recipe as `drumline train` does, and reports the same errors. Nothing of the short runs remains,
-however the command ends. A sweep that is interrupted prints what it has measured.
+Promises: reads the recipe as `drumline train` does, and reports the same errors. The short runs leave
+nothing behind, however the command ends. An interrupted sweep prints the rows measured so far.
 """
 
 from __future__ import annotations

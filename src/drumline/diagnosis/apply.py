@@ -1,4 +1,4 @@
-"""Applies the best change that a diagnosis names, in a short run, and compares its speed with the prediction.
+"""Tries the best change that a diagnosis names in a short run, and compares the speed with the prediction.
 
 Promises: before and after are measured in the same way, one after the other, and the prediction comes before both.
 All but `apply` is pure.

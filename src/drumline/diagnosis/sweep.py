@@ -1,4 +1,4 @@
-"""A sweep: every combination of some settings in a short run, as a table with the best one and the knee.
+"""A sweep: measures every combination of some settings in short runs, as a table with the best and the knee.
 
 Promises: all but `measure_rows` is pure. A combination that cannot run is a row with the reason. The knee is the
 smallest setting within 5 % of the best.

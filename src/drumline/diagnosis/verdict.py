@@ -1,4 +1,4 @@
-"""The verdict in lines of text: where the time goes, then the reasons, the most expensive first."""
+"""The verdict as text: where the time goes, then the reasons, the most expensive first."""
 
 from __future__ import annotations
 

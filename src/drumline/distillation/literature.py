@@ -1,4 +1,4 @@
-"""The tables behind the presets: pairs of networks, the recipe of each method, its figures, and whose they are.
+"""The tables behind the presets: pairs of networks, the recipe of each method, its figures and their sources.
 
 Promises: a figure stands beside the recipe that gave it. Where the recipe of a published figure is not known, or
 where Drumline's method is a variant of it, there is none. If nobody gave a weight for a pair, the method's usual

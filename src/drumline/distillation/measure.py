@@ -1,4 +1,4 @@
-"""The teacher's score before the first step, and whether its images are those of its training.
+"""The teacher's score before the first step, and whether it gets images like those that it was trained on.
 
 Promises: the score counts each evaluation sample once, like any evaluation. Rejects a teacher whose outputs are not
 finite. Warns about one that is hardly better than chance, whose weights record other image settings, or that has no

@@ -1,4 +1,4 @@
-"""The trial of the user's own methods: their helper and loss are called on a few made-up images before a run starts.
+"""Tries the user's own methods before a run starts: calls their helper and loss on a few random images.
 
 Promises: student, helpers, teacher and random numbers are as before. A `UserError` names what is wrong: taps that
 are not declared, outputs of the wrong type or shape, a loss or gradient that is not finite, a loss that does not

@@ -1,4 +1,4 @@
-"""A tracker in a process of its own, so that what it imports, prints and waits for never reaches the one that trains.
+"""A tracker in a process of its own, so that its imports, output and waits never affect the training process.
 
 Promises: no call waits for the tracker, except `finish`, for a bounded time and with a message. Its process gets no
 secret of ours, shows nothing, reads no input and leaves signals to the run. If the run is killed, it records that the

@@ -1,9 +1,9 @@
-"""Trackers, which get the numbers of a run: TensorBoard, W&B, MLflow and trackio, behind one interface.
+"""Trackers, which receive the metrics of a run: TensorBoard, W&B, MLflow and trackio, behind one interface.
 
 Promises: `TRACKERS` has all of them. TensorBoard writes its event file in the run folder, on the thread of the run
 log. The others run in a process of their own (`tracker_process.py`) and are imported there. Each gets the recipe, the
-same numbers under the same names, and how the run ended; a resumed run continues the run that it had. One that fails
-is reported once and is off from then on. Rejects a tracker that is not installed.
+same numbers under the same names, and how the run ended; a resumed run continues its tracker's run. A tracker that
+fails is reported once and then switched off. Rejects a tracker that is not installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How good a model is: what it confuses, class by class, how sure it is, what its teacher would say, and pictures."""
+"""How good a model is: confusions, classes, calibration, agreement with the teacher, and pictures of mistakes."""
 
 from __future__ import annotations
 

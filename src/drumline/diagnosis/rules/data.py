@@ -1,4 +1,4 @@
-"""Rules about data: steps wait for batches, because of the disk, the decoding, the workers or the user's own code."""
+"""Rules about data: steps wait for batches because of the disk, decoding, the workers or the user's own code."""
 
 from __future__ import annotations
 

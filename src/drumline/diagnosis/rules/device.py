@@ -1,4 +1,4 @@
-"""Rules about a GPU: launches, copies, clocks, power; and parts of the step that a setting makes cheaper."""
+"""Rules about a GPU: launches, copies, clocks, power; and about the teacher and the optimizer."""
 
 from __future__ import annotations
 
