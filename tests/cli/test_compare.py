@@ -147,7 +147,7 @@ def test_foreign_weights_are_compared_by_names_and_shapes(
     assert main(["compare", "cifar/resnet8", str(tmp_path / "other.pth")]) == 1
     text = capsys.readouterr().out
     assert "only in A: conv1.weight (B has first.weight)" in text
-    assert "rename them one by one" in text
+    assert "rename the tensors one by one" in text
 
 
 def test_code_that_only_a_file_names_needs_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
