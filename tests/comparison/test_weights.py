@@ -39,7 +39,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_with_the_nearest_nam
 def test_equal_shapes_in_the_same_order_can_be_renamed() -> None:
     found = compare_tensors(MODEL, {"a": zeros(4, 3), "b": zeros(4), "c": zeros(2, 4)})
     assert found.in_order
-    assert "rename them one by one (a for conv.weight, b for conv.bias" in tensor_lines(found)[1]
+    assert "rename the tensors one by one (a for conv.weight, b for conv.bias" in tensor_lines(found)[1]
 
 
 def test_other_values_count_between_two_files_only() -> None:
