@@ -199,6 +199,14 @@ def test_the_slow_rank_is_named_with_the_part_of_its_excess(rank: int) -> None:
     assert found.saving == pytest.approx(0.24)
 
 
+def test_the_own_work_of_a_rank_is_never_negative() -> None:
+    """A rank whose waits for a core overlap with its waits for the others."""
+    values = {"host_exchange_ms": (90.0, 1.0), "step_ms": (100.0, 100.0), "loop_queued": (0.3, 0.0)}
+    (found,) = [each for each in diagnose(evidence(interval(**values))) if each.code == "slow-rank"]
+    assert "rank 1 takes far longer than the others" in found.text
+    assert "against 0.00 ms" in found.text
+
+
 def test_a_rank_that_only_waits_for_a_core_is_not_the_slow_one() -> None:
     values = {"host_exchange_ms": (30.0, 1.0), "step_ms": (100.0, 100.0), "loop_queued": (0.0, 0.3)}
     assert diagnose(evidence(interval(**values, loop_cores=(0.7, 0.7)))) == []
