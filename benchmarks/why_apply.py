@@ -3,10 +3,10 @@
     python benchmarks/why_apply.py
     python benchmarks/why_apply.py --small      # one problem, very short runs: a check that the script works
 
-Each problem costs a fixed time, because it sleeps: a transform in the process of the step, files that arrive late,
+Each problem is a sleep, so its cost is known: a transform in the training process, slow files,
 evaluations, an optimizer whose update takes as long for a small batch as for a large one, and weights that take long
 to collect. `why` finds the problem, names a setting, predicts the speed, and measures the speed with the setting.
-Prints a markdown table. The error of the saving is that of the predicted fraction of time against the measured one.
+Prints a markdown table. The error of the saving compares the predicted with the measured fraction of the time.
 """
 
 from __future__ import annotations

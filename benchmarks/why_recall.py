@@ -1,11 +1,11 @@
-"""Which planted problems `drumline why` names, and what it claims about healthy runs: precision and recall as tables.
+"""Precision and recall of `drumline why` on runs with a planted problem and on healthy runs, as tables.
 
     python benchmarks/why_recall.py [--small] [--only NAME]
 
 Trains every run of `tests/diagnosis/planted.py` and prints the tables of docs/why-slow.md. A problem is found if one
 finding has its code. Any other finding is wrong unless the case lists it as true, too (`machine-busy` is true of most
-machines that run this). The held-out variants were written after the rules. Needs only a CPU; takes some ten minutes
-on two cores. `--small` runs three cases.
+machines that run this). The held-out variants were written after the rules. Needs only a CPU; takes about ten
+minutes on two cores. `--small` runs three cases.
 """
 
 from __future__ import annotations

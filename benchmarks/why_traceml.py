@@ -1,10 +1,10 @@
-"""What TraceML says about the problems that are planted for `drumline why`, as plain PyTorch scripts.
+"""What TraceML reports on the problems planted for `drumline why`, as plain PyTorch scripts.
 
     pip install traceml-ai; python benchmarks/why_traceml.py [--small]
 
 Trains a small convolutional network on random images with a DataLoader, once for each problem, under `traceml run`,
-and prints the table of docs/why-slow.md: the verdict of its final summary, and what else it warns of. The
-problems are those of `tests/diagnosis/planted.py` as far as a plain script can have them. Needs only a CPU.
+and prints the table of docs/why-slow.md: the verdict of its final summary, and its other warnings. The
+problems are those of `tests/diagnosis/planted.py` where a plain script can have them. Needs only a CPU.
 """
 
 from __future__ import annotations

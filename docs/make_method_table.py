@@ -26,7 +26,7 @@ def with_tables(page: str) -> str:
         "|---|---|---|---|",
         *map(_method, METHODS.values()),
     ]
-    options = ["| option | takes | default | meaning |", "|---|---|---|---|"]
+    options = ["| option | value | default | meaning |", "|---|---|---|---|"]
     options += [row for method in METHODS.values() for row in _options(method)]
     options += _schedule_options()
     return "\n".join([before + BEGIN, *methods, "", *options, END + after])

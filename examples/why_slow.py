@@ -1,6 +1,6 @@
-"""Your own training loop, unchanged but for one line: at its end, it says where its time went and what would help.
+"""Your own training loop with one extra line: at its end, it prints where its time went and what would help.
 
-python examples/why_slow.py              # WORKERS=2 python examples/why_slow.py does what the verdict says
+python examples/why_slow.py              # to follow its advice: WORKERS=2 python examples/why_slow.py
 """
 
 import os

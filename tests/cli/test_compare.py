@@ -75,7 +75,7 @@ def test_different_models_exit_with_1_and_say_what_differs(capsys: pytest.Captur
         (("resnet8", "nowhere:build"), "there is no module nowhere"),
         (
             ("tests.comparison.networks:Vision", "resnet8", "--size", "40"),
-            "cannot take images of 2 x 3 x 40 x 40",
+            "rejects images of 2 x 3 x 40 x 40",
         ),
         (("resnet8", "resnet8", "--batch", "1"), "--batch 1"),
     ],
@@ -147,7 +147,7 @@ def test_foreign_weights_are_compared_by_names_and_shapes(
     assert main(["compare", "cifar/resnet8", str(tmp_path / "other.pth")]) == 1
     text = capsys.readouterr().out
     assert "only in A: conv1.weight (B has first.weight)" in text
-    assert "rename them one by one" in text
+    assert "rename the tensors one by one" in text
 
 
 def test_code_that_only_a_file_names_needs_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def files_of(process: psutil.Process) -> list[Path]:
     [
         (("--measure", "data.pth=photos"), "did you mean data.path=photos?"),
         (("--measure", "data.path=nowhere"), "nowhere does not exist"),
-        (("--measure", "--sweep"), "give one of them"),
+        (("--measure", "--sweep"), "leave one of them out"),
         (("--sweep", "wrkers=1,2"), "did you mean data.workers=1,2?"),
         (("--sweep", "workers=1,2", "data.path=nowhere"), "nowhere does not exist"),
         (("--measure", "--seconds=0"), "--seconds"),

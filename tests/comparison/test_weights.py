@@ -29,17 +29,17 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_with_the_nearest_nam
     lines = tensor_lines(found, ["resnet9"])
     assert (
         lines[0]
-        == "different: B does not fit A: 1 tensor missing, 1 tensor unexpected, 1 tensor of another shape"
+        == "different: B does not fit A: 1 tensor missing, 1 tensor unexpected, 1 tensor of a different shape"
     )
     assert "only in A: conv.weight (B has conv1.weight)" in lines
-    assert "other shapes: fc.weight is 5×4 in B and 2×4 in A" in lines
+    assert "different shapes: fc.weight is 5×4 in B and 2×4 in A" in lines
     assert lines[-1] == "B fits resnet9"
 
 
 def test_equal_shapes_in_the_same_order_can_be_renamed() -> None:
     found = compare_tensors(MODEL, {"a": zeros(4, 3), "b": zeros(4), "c": zeros(2, 4)})
     assert found.in_order
-    assert "rename them one by one (a for conv.weight, b for conv.bias" in tensor_lines(found)[1]
+    assert "rename the tensors one by one (a for conv.weight, b for conv.bias" in tensor_lines(found)[1]
 
 
 def test_other_values_count_between_two_files_only() -> None:
@@ -47,4 +47,4 @@ def test_other_values_count_between_two_files_only() -> None:
     assert compare_tensors(MODEL, other).equal
     found = compare_tensors(MODEL, other, values=True)
     assert found.different == ("conv.bias",)
-    assert "1 of 3 tensors have other values: conv.bias" in tensor_lines(found)[0]
+    assert "1 of 3 tensors have different values: conv.bias" in tensor_lines(found)[0]

@@ -43,7 +43,9 @@ def test_the_prediction_is_compared_with_the_measurement() -> None:
     assert found.error == pytest.approx(-0.03)
     assert found.saved == pytest.approx(1 - 500 / 970)
     text, command = found.lines()
-    assert text.endswith("500 img/s before, predicted 1,000 img/s, measured 970 img/s: 3.0 % less")
+    assert text.endswith(
+        "500 img/s before, predicted 1,000 img/s, measured 970 img/s: 3.0 % slower than predicted"
+    )
     assert command == "drumline train data.path=photos data.workers=4"
     assert apply(COMMAND, WORKERS, evidence(500.0), run).before == pytest.approx(500)
     assert len(ran) == 3, "what is measured already is not measured again"

@@ -82,8 +82,8 @@ def test_reading_is_a_reason_only_if_the_data_does_not_fit_into_the_memory() -> 
     assert findings(measured(1000, 950, 600)) == []
     (found,) = findings(measured(1000, 950, 600, is_cold=True))
     assert found.code == "fetch"
-    assert "in the first epoch alone" in "\n".join(lines(measured(1000, 950, 600)))
-    assert "in the first epoch alone" not in "\n".join(lines(measured(1000, 950, 600, is_cold=True)))
+    assert "in the first epoch only" in "\n".join(lines(measured(1000, 950, 600)))
+    assert "in the first epoch only" not in "\n".join(lines(measured(1000, 950, 600, is_cold=True)))
 
 
 def test_the_arms_are_shown_with_their_errors_and_what_was_not_measured_is_said() -> None:

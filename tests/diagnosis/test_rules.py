@@ -142,7 +142,7 @@ def test_files_that_are_waited_for_are_the_disks_fault() -> None:
         )
     )
     assert found.code == "disk"
-    assert "at 95 MB/s; 190 MB/s are needed" in found.text
+    assert "it reads 95 MB/s and needs 190 MB/s" in found.text
     assert "pack" in found.fix
 
 
@@ -226,8 +226,16 @@ def test_the_slow_rank_is_named_with_the_part_of_its_excess(rank: int) -> None:
     found = only(diagnose(evidence(interval(facts=facts, **values))))
     assert found.code == ("rank-0" if rank == 0 else "slow-rank")
     assert found.text.startswith(f"rank {rank} is 32 % slower than the others")
-    assert "in forward (24.0 ms of 24.0 ms), in own.py:7 in loss" in found.text
+    assert "in forward (24.0 ms of 24.0 ms), at own.py:7 in loss" in found.text
     assert found.saving == pytest.approx(0.24)
+
+
+def test_the_own_work_of_a_rank_is_never_negative() -> None:
+    """A rank whose waits for a core overlap with its waits for the others."""
+    values = {"host_exchange_ms": (90.0, 1.0), "step_ms": (100.0, 100.0), "loop_queued": (0.3, 0.0)}
+    (found,) = [each for each in diagnose(evidence(interval(**values))) if each.code == "slow-rank"]
+    assert "rank 1 takes far longer than the others" in found.text
+    assert "against 0.00 ms" in found.text
 
 
 def test_a_rank_that_only_waits_for_a_core_is_not_the_slow_one() -> None:
@@ -354,7 +362,7 @@ def test_decay_is_reported_with_its_cause() -> None:
     slower = {"step_ms": (100.0, 145.0), "loop_cores": (0.98, 0.98)}
     page_cache = _decaying(**slower, host_data_ms=(1.0, 46.0), data_ms=(1.0, 46.0), disk_mb_s=(2.0, 90.0))
     found = next(each for each in diagnose(evidence(*page_cache)) if each.code == "decay")
-    assert "31 % slower" in found.text
+    assert "the speed fell by 31 %" in found.text
     assert "by epoch 7" in found.text
     assert "data takes 45.0 ms longer" in found.text
     assert "reads from the disk rose from 2 to 90 MB/s" in found.text
@@ -380,7 +388,8 @@ def test_memory_that_grows_to_the_end_is_a_leak_and_memory_that_levels_off_is_no
     found = only(diagnose(evidence(*leak)))
     assert found.code == "memory"
     assert (
-        "from 1,200 to 1,900 MB, 1 MB a step: the machine's 16 GB are full in about 13 minutes" in found.text
+        "from 1,200 to 1,900 MB, 1 MB a step: the machine's 16 GB will be full in about 13 minutes"
+        in found.text
     )
     caches = [interval(number, memory_mb=2000.0 - 1000 / number) for number in range(1, 10)]
     assert diagnose(evidence(*caches)) == []
@@ -406,7 +415,10 @@ def test_a_late_host_and_copies_are_found_by_the_gpus_own_gaps() -> None:
     late = interval(facts=facts, late_ms=30.0, compute_ms=69.0, host_log_ms=31.0, own_code_share=0.3)
     codes = {each.code: each for each in diagnose(evidence(late))}
     assert set(codes) == {"late-host", "logging"}
-    assert "log takes longest (31.0 ms); of your own code, train.py:88 in log" in codes["late-host"].text
+    assert (
+        "is log (31.0 ms); in your own code, the host is most often at train.py:88 in log"
+        in codes["late-host"].text
+    )
     copied = only(diagnose(evidence(interval(facts=GPU, copy_ms=9.0, data_ms=9.5, compute_ms=89.0))))
     assert copied.code == "copy"
     unpinned = interval(facts={**GPU, "pinned": False}, copy_ms=9.0, data_ms=9.5, compute_ms=89.0)

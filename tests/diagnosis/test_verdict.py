@@ -44,11 +44,11 @@ def test_lines_fit_the_terminal(name: str, width: int) -> None:
 
 def test_nothing_stands_out_and_the_share_that_computes() -> None:
     lines = verdict_lines(evidence(), [], 80)
-    assert lines[-1] == "nothing stands out: 97 % of the time computes"
-    assert lines[0].startswith("100 steps to step 100: 2,560 img/s in steps of 100 ms")
+    assert lines[-1] == "nothing stands out: 97 % of the time is computation"
+    assert lines[0].startswith("100 steps up to step 100: 2,560 img/s at 100 ms per step")
     busy = evidence(interval(facts={**GPU, "captured": True}, gpu_use=0.98))
     assert verdict_lines(busy, [], 80)[-1] == (
-        "nothing stands out: 97 % of the time computes, the GPU is busy for 98 %"
+        "nothing stands out: 97 % of the time is computation, the GPU is busy for 98 %"
     )
 
 
@@ -105,4 +105,4 @@ def test_the_parts_add_up_to_the_whole_time(facts: dict[str, Any]) -> None:
 
 def test_a_few_seconds_are_said_to_be_few() -> None:
     short = evidence(interval(step_ms=10.0))
-    assert "only 1.0 s: chance may decide" in " ".join(verdict_lines(short, [], 120))
+    assert "Only 1.0 s were measured, so chance may dominate" in " ".join(verdict_lines(short, [], 120))

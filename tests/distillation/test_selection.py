@@ -171,10 +171,10 @@ def test_weights_are_in_the_order_of_the_methods_without_kd() -> None:
 @pytest.mark.parametrize(
     ("methods", "b", "message"),
     [
-        (("crd",), (1.0, 2.0), "2 weight(s); the methods that take one are: crd"),
-        (("crd", "rkd"), (1.0,), "1 weight(s); the methods that take one are: crd, rkd"),
+        (("crd",), (1.0, 2.0), "2 weight(s); the methods that need one are: crd"),
+        (("crd", "rkd"), (1.0,), "1 weight(s); the methods that need one are: crd, rkd"),
         (("kd",), (0.5,), "none (kd is weighted by distill.a)"),
-        (("kd", "crd"), (0.5, 0.5), "2 weight(s); the methods that take one are: crd"),
+        (("kd", "crd"), (0.5, 0.5), "2 weight(s); the methods that need one are: crd"),
     ],
 )
 def test_a_wrong_number_of_weights_is_rejected(

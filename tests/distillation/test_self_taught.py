@@ -132,7 +132,7 @@ REJECTED: dict[str, tuple[tuple[str, ...], str]] = {
     "a bank": ((*PEER, "distill.method=crd"), "needs methods that compare only logits"),
     "a helper": ((*PEER, "distill.method=ctkd"), "needs methods that compare only logits"),
     "an initial phase": ((*EMA, "distill.method=factor"), "needs a trained teacher"),
-    "no average": ((*SMALL, "distill.teacher=ema"), "is this average of the student"),
+    "no average": ((*SMALL, "distill.teacher=ema"), "needs the moving average of the student"),
     "weights": ((*EMA, "distill.teacher_weights=runs/a"), "is trained with the student"),
     "a cache": ((*PEER, "distill.cache=cache"), "is trained with the student"),
     "stages": (

@@ -77,8 +77,8 @@ def with_weights_swapped(module: nn.Module) -> None:
 
 WRONG: dict[Callable[[nn.Module], None], tuple[str, str]] = {
     in_training: ("layer2.0.bn1 is in training mode", "eval()"),
-    taking_gradients: ("layer1.0.conv1.weight takes gradients", "requires_grad_(False)"),
-    holding_a_gradient: ("layer1.0.conv1.weight takes gradients", "requires_grad_(False)"),
+    taking_gradients: ("layer1.0.conv1.weight requires gradients", "requires_grad_(False)"),
+    holding_a_gradient: ("layer1.0.conv1.weight requires gradients", "requires_grad_(False)"),
     on_another_device: ("fc.weight is on meta, but its process computes on cpu", "device of its process"),
     with_another_statistic: ("weights or statistics have changed", "find the code"),
     with_another_weight: ("weights or statistics have changed", "find the code"),

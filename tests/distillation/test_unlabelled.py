@@ -85,7 +85,7 @@ def test_a_strict_run_has_the_same_bits_cached_resumed_and_on_two_processes(home
     [
         (("distill.method=dkd",), "dkd: needs the class of every image"),
         (("distill.method=crd,kd",), "crd: needs the class of every image"),
-        (("data.balance=sqrt",), "draws by class, and images without labels have none"),
+        (("data.balance=sqrt",), "draws by class, but images without labels have no class"),
         (("distill.unlabelled=photos",), "contains data.path photos"),
     ],
 )

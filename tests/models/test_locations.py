@@ -99,7 +99,7 @@ def test_maps_with_channels_last_are_turned() -> None:
     ("text", "special", "message"),
     [
         ("pooled=blocks.2", 0, r"no class token among its 16 tokens\n  fix: name a module whose output"),
-        ("stage1=blocks.0", 7, r"its 23 tokens are no square .*\n  fix: write stage1=blocks.0:cls"),
+        ("stage1=blocks.0", 7, r"its 23 tokens do not form a square .*\n  fix: write stage1=blocks.0:cls"),
         ("stage1=patch_embed:cls", 1, "patch_embed has no tokens: its tensor has shape 2 x 16 x 4 x 4"),
     ],
 )

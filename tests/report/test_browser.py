@@ -159,4 +159,4 @@ def test_a_live_page_updates_itself_in_place(browser: Browser, tmp_path: Path) -
         finally:
             server.shutdown()
             thread.join()
-    browser.wait(lambda: "ended" in browser.run("document.querySelector('.live').textContent"))
+    browser.wait(lambda: "stopped" in browser.run("document.querySelector('.live').textContent"))

@@ -28,45 +28,44 @@ class Options:
     a: str
     """A run folder, a checkpoint, a weights file or a model."""
     b: str
-    """Another one."""
+    """The same, to compare with A."""
     models: bool = False
-    """Compare the models of two runs or checkpoints, not their bits."""
+    """Compare two runs or checkpoints as models, layer by layer, instead of bit by bit."""
     size: Annotated[AutoInt, Range(1, 16384)] = "auto"
-    """Side of the images in pixels. `auto`: what the models are made for, 32 for CIFAR networks, otherwise 224."""
+    """Height and width of the images in pixels. `auto`: the size that the models are made for."""
     batch: Annotated[int, Range(2, 65536)] = 4
-    """Images in a step."""
+    """Images per step."""
     classes: Annotated[Literal["auto"] | int, Range(1, 10**7)] = "auto"
-    """Outputs of the classifiers. `auto`: those of the weights, otherwise 1000."""
+    """Number of classes. `auto`: as in the weights, otherwise 1000."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
     all: bool = False
     """List every layer, not only those around the differences."""
     trust: bool = False
-    """Run the code that builds the model of a run, if it is your own (package.module:factory)."""
+    """Run code that a run names as package.module:factory to build its model."""
 
 
 COMMAND = Command(
     name="compare",
     usage="A B [options]",
     about="""
-        Find out whether two models are the same network, or whether two runs have the same
-        bits, and if not, where they first differ and what that costs.
+        Check whether two models are the same network, or whether two runs have the same bits.
+        If not, report where they first differ.
 
         Models. A and B are models (resnet50, torchvision/NAME, timm/NAME, your own
-        package.module:factory), weights files, or run folders. Both compute one step on the
-        same images. Their layers are paired by what they do, never by their names, so your own
-        network can be compared with the one that you meant to write. The answer names what
-        differs in plain words (a missing max-pool, a stride in a different layer, a bias before
-        a BatchNorm, another eps), then what it costs: parameters, FLOPs, the activations that
-        autograd keeps, and the time of a step. Parameters that correspond are made equal, so
-        values can be compared, too: in training, of the gradients and in evaluation. Weights
-        that do not name their model are compared with the other side by names and shapes.
+        package.module:factory), weights files, or run folders. Both models compute one step on
+        the same images. Layers are paired by what they compute, not by their names. The report
+        names each difference (a missing max-pool, a stride in a different layer, a bias before
+        a BatchNorm, a different eps), and what the differences cost in parameters, FLOPs,
+        activation memory and step time. It also compares outputs and gradients with equal
+        weights. Weights files that do not name their model are compared with the other side by
+        the names and shapes of their tensors.
 
         Runs. Two run folders or checkpoints (RUN/checkpoints/step-N) are compared bit by bit, by
-        the fingerprints that a run writes while it trains: the first step that differs and,
-        within it, the first differing tensor; the last step that agrees; what differs in the
-        recipe and set-up; loss and top-1 of both; and, if both have a later checkpoint, how far
-        apart they are. With --models, the models that they trained are compared instead.
+        the fingerprints that a run records. The report shows the first step that differs and,
+        within it, the first differing tensor; the last step that agrees; differences in recipe
+        and set-up; loss and top-1 of both runs; and, if both have a later checkpoint, how far
+        apart they are. --models compares the trained models instead.
 
         If stdout is not a terminal, its last line is JSON.
 
@@ -169,7 +168,7 @@ def _networks(options: Options, a: Side, b: Side, size: int) -> int:
         table_lines(measured, verdict.findings, width, options.all),
         totals_lines(measured),
         [
-            f"a step: {options.batch} images of {size} x {size} on {device.type}; times: medians of alternate rounds"
+            f"one step: {options.batch} images of {size} x {size} on {device.type}; times are medians over rounds"
         ],
     ]
     print("\n\n".join("\n".join(map(message, block)) for block in blocks if block))

@@ -25,16 +25,17 @@ COMMAND = Command(
     name="distill",
     usage="[PRESET|RECIPE.toml] [section.key=value ...] [options]",
     about="""
-        Train a student with a trained teacher (a run folder, a checkpoint or a weights
-        file), whose accuracy is measured first. Does everything that `train` does, with
-        the loss r x cross-entropy + a x kd + b x METHOD. The weights and the temperature
-        T default to those of each method's paper.
+        Train a student that learns from the labels and from a teacher: a run folder, a
+        checkpoint or a weights file. Measures the teacher's accuracy first. Does everything
+        that `train` does, with the loss r x cross-entropy + a x kd + b x METHOD. The weights
+        and the temperature T default to those of each method's paper. Without a trained
+        teacher, use distill.teacher=ema or distill.teacher=peer.
     """,
     options=Options,
     examples="""
   drumline distill distill.teacher_weights=runs/teacher model.name=resnet18 ...
   drumline distill ... distill.method=dkd distill.options=beta:2,warmup:5
-  drumline distill ... distill.options=schedule:cosine,end:0.1  kd fades out
+  drumline distill ... distill.options=schedule:cosine,end:0.1  fade kd out
   drumline distill ... distill.method=crd,kd distill.b=0.8 distill.a=1
   drumline distill ... distill.method=mine:Method    your own (add-a-method.md)
   drumline distill ... distill.cache=caches/teacher  store the teacher's outputs

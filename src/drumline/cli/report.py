@@ -1,4 +1,4 @@
-"""`drumline report`: the page of a run, or of several side by side."""
+"""`drumline report`: a report on a run, or on several side by side."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ class Options:
     runs: tuple[str, ...]
     """Run folders."""
     out: str = ""
-    """The file to write. Several runs need it; the default for one is RUN/report.html."""
+    """The file to write. Required for several runs; the default for one run is RUN/report.html."""
     serve: bool = False
-    """Serve the page instead of writing it. It updates itself while a run goes on; Ctrl-C ends it."""
+    """Serve the page on a local port instead of writing it, and update it while the run trains. Ctrl-C stops the
+    server."""
     host: str = "127.0.0.1"
-    """The address to serve at. At any but this machine's own, the page is shown only with the token of the printed
-    URL."""
+    """The address to serve on. An address that other machines can reach requires the token in the printed URL."""
     port: Annotated[int, Range(0, 65535)] = 6008
-    """The port to serve at; 0 takes any that is free."""
+    """The port to serve on. 0: any free port."""
 
 
 COMMAND = Command(
     name="report",
     usage="RUN [RUN ...] [options]",
     about="""
-        Write the page of a run: one HTML file with everything about it. It has a summary,
-        curves, where the time went and what would make the run faster, the confusion matrix,
-        the worst mistakes as pictures, the accuracy of each class, how far its confidence can
-        be trusted, how it agrees with its teacher, what it survived, its fingerprint, recipe
-        and environment. Of several runs, it has their results, curves and the settings in
-        which they differ.
+        Write a report on a run as one HTML page: summary, curves, where the time went and
+        what would make the run faster, confusion matrix, worst mistakes as pictures, accuracy
+        of each class, calibration, agreement with the teacher, restarts and warnings,
+        fingerprint, recipe and environment. For several runs, the page shows their results
+        and curves side by side, and the settings that differ.
 
-        The page opens from disk, loads nothing, and can be mailed or archived. It is made
-        from the files of the run folder alone, so a copy of that folder is enough; the data
-        may be gone. A run writes its own page, RUN/report.html, at its end, and from time to
-        time while it trains.
+        The page is self-contained: it opens from disk, loads nothing else, and can be mailed
+        or archived. It needs only the run folder or a copy of it, not the data. Each run
+        writes its own page, RUN/report.html, when it ends, and after evaluations while it
+        trains.
 
         If stdout is not a terminal, its last line is JSON.
     """,
@@ -56,7 +55,7 @@ COMMAND = Command(
   drumline report runs/photos-resnet50-1
   drumline report runs/a runs/b runs/c --out comparison.html
   drumline report runs/photos-resnet50-1 --serve   watch it train
-  drumline report runs/a --serve --host 0.0.0.0    from elsewhere, with a token
+  drumline report runs/a --serve --host 0.0.0.0    from other machines
 """,
 )
 
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> int:
     if options.serve:
         return serve(runs, options)
     if len(runs) > 1 and not options.out:
-        raise UserError("a page of several runs needs a file", "add --out FILE.html")
+        raise UserError("a report on several runs needs an output file", "add --out FILE.html")
 
     from drumline.report.page import PAGE, page, read_runs
 
@@ -98,9 +97,9 @@ def serve(runs: list[Path], options: Options) -> int:
 
     with PageServer(runs, options.host, options.port) as server:
         try:
-            print(f"the report is at {server.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+            print(f"the report is at {server.url} (Ctrl-C stops the server)", file=sys.stderr, flush=True)
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            print("\nended", file=sys.stderr)
+            print("\nstopped", file=sys.stderr)
         print_result({"url": server.url, "runs": list(map(str, runs))})
     return 0

@@ -1,7 +1,7 @@
-"""`drumline why --measure`, `--sweep` and `--apply`: what short runs show that a run's own times do not.
+"""`drumline why --measure`, `--sweep` and `--apply`: measure with short training runs.
 
-Promises: reads the recipe as `drumline train` does, and reports the same errors. Nothing of the short runs remains,
-however the command ends. A sweep that is interrupted prints what it has measured.
+Promises: reads the recipe as `drumline train` does, and reports the same errors. The short runs leave
+nothing behind, however the command ends. An interrupted sweep prints the rows measured so far.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class TrialOptions:
     """The options of `drumline why` for short runs."""
 
     measure: bool = False
-    """Train a recipe for some seconds in three short runs: with its files on disk, with its files in memory, and on
-    synthetic data."""
+    """Measure a recipe in three short runs: with its files on disk, with its files in memory, and with synthetic
+    data."""
     sweep: bool = False
-    """Train a recipe for some seconds with every combination of the listed values, and print a table."""
+    """Measure every combination of the listed values in short runs, and print a table."""
     apply: bool = False
-    """Try the best change in a short run, and compare its speed with the prediction."""
+    """Try the change with the largest predicted saving in a short run, and compare the measured speed with the
+    prediction."""
     seconds: Annotated[float, Range(0.5, 3600)] = 5.0
-    """How long each short run measures. One whose speed varies measures for up to three times as long."""
+    """Seconds to measure in each short run; up to three times as long if its speed varies."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     own, others = split(argv)
     options = read_options(own, TrialOptions, "why")
     if options.measure and options.sweep:
-        raise UserError("--measure and --sweep are two commands", "give one of them")
+        raise UserError("--measure and --sweep exclude each other", "leave one of them out")
 
     from drumline.diagnosis.trial import interruptible
 
@@ -176,7 +177,7 @@ def _read(words: Sequence[str]) -> Recipe:
     cache = recipe.distill.cache
     if cache and not Path(cache).exists():
         raise UserError(
-            f"distill.cache = {cache}: is not filled yet, and a short run would fill a part of it",
+            f"distill.cache = {cache}: is not filled yet, and a short run would fill only part of it",
             "add distill.cache= to measure without it, or train first",
         )
     return recipe

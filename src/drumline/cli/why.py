@@ -21,8 +21,7 @@ class Options(trials.TrialOptions):
     run: str
     """A run folder."""
     trace: str = ""
-    """Also write everything that the run recorded to this .json file, which ui.perfetto.dev and chrome://tracing
-    open: docs/clock.md."""
+    """Also write the run's records as a trace to this .json file. Open it in ui.perfetto.dev (docs/clock.md)."""
     trust: bool = False
     """Run code that a recipe file names as package.module:factory."""
 
@@ -33,23 +32,22 @@ COMMAND = Command(
 --measure [RECIPE.toml] [FIELD=VALUE ...] [--apply]
 --sweep FIELD=A,B,... [RECIPE.toml] [FIELD=VALUE ...]""",
     about="""
-        Report why a run is slow, the most expensive reason first, each with the numbers that
-        show it, the time that a change is predicted to save, and the setting to change.
-        Reads the times that every run records, so it works on a run that is finished, still
-        running or killed, and measures nothing. `nothing stands out` if the time goes where
-        it should: into computing. docs/why-slow.md explains each reason.
+        Report why a run is slow. Lists the reasons, the most expensive first, each with the
+        numbers behind it, the setting to change and the predicted speed. Reads the times that
+        every run records, so the run may be finished, still running or killed. Prints
+        `nothing stands out` if no rule finds a reason. docs/why-slow.md explains each reason.
 
-        --measure, --sweep and --apply train for some seconds in short runs, which leave
-        nothing behind. docs/why-measure.md explains them.
+        --measure, --sweep and --apply start short training runs and delete them afterwards.
+        docs/why-measure.md explains them.
 
-        If stdout is not a terminal, its last line is JSON; `findings` has a list with `code`,
-        `text`, `saving` (a fraction of the present time) and `flag`. Exit code 0, whatever is
-        found.
+        If stdout is not a terminal, its last line is JSON. Each entry of `findings` has `code`,
+        `text`, `saving` (a fraction of the present time), `flag` and `fix`. The exit code is 0
+        whether or not there are findings.
     """,
     options=Options,
     examples="""
   drumline why runs/photos-resnet50-1
-  drumline why runs/photos-resnet50-1 --apply      try what it says
+  drumline why runs/photos-resnet50-1 --apply      try the best change
   drumline why runs/photos-resnet50-1 --trace trace.json
   drumline why --measure data.path=photos model.name=resnet50
   drumline why --sweep workers=2,4,8 batch=128,256 data.path=photos
@@ -78,7 +76,7 @@ def main(argv: list[str]) -> int:
     if not evidence.intervals:
         state = summarize(run).state
         fix = (
-            "wait a minute: a run records its times for the first time after some seconds of training"
+            "wait a minute: a run first records its times after some seconds of training"
             if state == "running"
             else "train it for longer: a run records its times while it trains"
         )

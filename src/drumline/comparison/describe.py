@@ -1,6 +1,6 @@
-"""The result of a comparison: whether two models are the same network, a sentence that says what matters, and tables.
+"""The result of a comparison: whether two models are the same network, in a sentence, with the costs and notes.
 
-Promises: pure. The first sentence is the answer. Costs are named only if they differ by more than they may by chance.
+Promises: pure. The first sentence is the answer. Costs are named only if they differ by more than noise.
 Lines fit the given width, whatever the names.
 """
 
@@ -53,7 +53,7 @@ def judge(measured: Measured) -> Verdict:
         sentence = (
             f"the same network: {counted(one, 'parameter')}{' in the same order' if measured.same_order else ''}, "
             f"equal outputs and gradients (to {_scientific(max(values.output, values.evaluation))}); "
-            f"names {'are the same, too' if measured.same_names else 'differ'}"
+            f"names {'are the same' if measured.same_names else 'differ'}"
         )
         return Verdict(True, sentence, (), tuple(notes))
     notes.append(_unchanged(measured, structure))
@@ -79,7 +79,7 @@ def _value_findings(measured: Measured, visible: bool) -> Iterator[Finding]:
         names = mine.name or "the model"
         names += "" if mine.name == theirs.name else f" ({theirs.name or 'the model'} in B)"
         why = (
-            " what lies before it rearranges, selects or repeats values differently, or computes with other constants"
+            " the code before it rearranges, selects or repeats values differently, or uses different constants"
             if mine.kind != "attention"
             else " its inputs are divided into heads differently"
         )
@@ -100,8 +100,8 @@ def _value_findings(measured: Measured, visible: bool) -> Iterator[Finding]:
             "evaluation", "with equal weights the outputs are equal in training, but not in evaluation mode"
         )
     elif values.output > values.tolerance:
-        yield Finding("values", "the layers are the same, but with equal weights the outputs differ: in what happens "
-                      "behind the last layer, or in a shape")  # fmt: skip
+        yield Finding("values", "the layers are the same, but with equal weights the outputs differ: look at the "
+                      "code after the last layer, and at the shapes")  # fmt: skip
 
 
 def _weights_text(measured: Measured) -> str:
@@ -118,7 +118,7 @@ def _unused(measured: Measured) -> Iterator[Finding]:
     one, other = (totals.unused for totals in measured.totals)
     if one != other:
         side, count = ("B", other) if other > one else ("A", one)
-        yield Finding("unused", f"{counted(count, 'parameter')} of {side} are not used in its forward")
+        yield Finding("unused", f"{counted(count, 'parameter')} of {side} are not used in the forward pass")
 
 
 def _in_place(measured: Measured) -> Iterator[str]:
@@ -134,8 +134,8 @@ def _in_place(measured: Measured) -> Iterator[str]:
 def _names(measured: Measured) -> Iterator[str]:
     if measured.same_shapes and not measured.same_order:
         yield (
-            "the parameters are registered in a different order or with sides of 1 in other places, so optimizer "
-            "states and weights that are copied by position do not fit"
+            "the parameters are registered in a different order or with dimensions of size 1 in other places, so "
+            "optimizer states and weights cannot be copied by position"
         )
 
 

@@ -1,7 +1,7 @@
-"""What differs between two networks: pairs of layers, those that only one has, other settings, other wiring.
+"""What differs between two networks: layers that only one of them has, different settings, different connections.
 
-Promises: pure functions. A difference that follows from another one is not listed: the input channels behind a wider
-layer, the size of a map behind another stride. Names of modules are never compared.
+Promises: pure functions. A difference that follows from another is not listed: the input channels after a wider
+layer, the size of a map after a different stride. Names of modules are never compared.
 """
 
 from __future__ import annotations

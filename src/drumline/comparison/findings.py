@@ -1,4 +1,4 @@
-"""The differences between two networks as sentences, the most telling first.
+"""The differences between two networks as sentences, the most informative first.
 
 Promises: pure. One sentence for one mistake: a difference that repeats in many blocks, or whose parts belong together
 (a stride that moved, a bias instead of a BatchNorm), is reported once. Each finding has a stable code.
@@ -348,7 +348,7 @@ def _bias(view: View, kind: str, same: Sequence[Changed], where: str, shown: tup
         any(layer.kind == "BatchNorm" and number in layer.sources for layer in layers) for number in numbers
     )
     size = sum(layers[number].settings.get("out", 0) for number in numbers)
-    extra = ", although the BatchNorm behind it subtracts it again" if normed else ""
+    extra = ", although the BatchNorm after it cancels it" if normed else ""
     count = f", {counted(size, 'parameter')}" if size else ""
     return Finding("bias", f"{kind} has a bias in {side} and none in {other}{extra} ({where}{count})", shown)
 
@@ -366,7 +366,7 @@ def _wiring(view: View) -> Iterator[Finding]:
         named = where if where.startswith("the ") else f"{where} ({kind})"
         yield Finding(
             "wiring",
-            f"{named} reads something else: {reads[0]} in A, {reads[1]} in B{more}",
+            f"{named} has different inputs: {reads[0]} in A, {reads[1]} in B{more}",
             tuple(each.a for each in same),
         )
 
@@ -377,5 +377,5 @@ def _sharing(view: View) -> Iterator[Finding]:
         partners = [n for number in each.layers if (n := view.partner(side, number)) is not None]
         names = listed([view.label(other, number) for number in partners])
         shown = tuple(partners) if each.in_b else each.layers
-        text = f"{names} have weights of their own in {other}, and share them in {side}"
+        text = f"{names} have separate weights in {other}, and share them in {side}"
         yield Finding("sharing", text, shown)

@@ -1,7 +1,7 @@
 """Measures two models side by side: costs of each layer, values with equal weights, and the time of a step.
 
 Promises: both models see the same images. Values are compared in fp64 where the models can compute in it, so that
-rounding does not pass for a difference. Times are medians of rounds that alternate between the models.
+rounding errors do not count as differences. Times are medians of rounds that alternate between the models.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything that was found out about two models."""
+    """All measurements of two models."""
 
     a: tuple[Layer, ...]
     b: tuple[Layer, ...]

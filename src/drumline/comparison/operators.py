@@ -1,4 +1,4 @@
-"""Operators of torch in the words of a layer table: what kind of layer a call is, and with which settings.
+"""The kind and the settings of the layer that a torch call stands for.
 
 Promises: pure functions. Two spellings of one operation (a module, a function, a method, in place or not, a mean or
 an adaptive pool) have the same kind and settings. An operator that is not listed keeps its own name as its kind.

@@ -53,7 +53,7 @@ def kind_of(argument: str) -> Kind:
 
 @dataclass(frozen=True)
 class Foreign:
-    """Weights that do not say what model they are of."""
+    """Weights that do not record their model."""
 
     label: str
     tensors: Mapping[str, Tensor]
@@ -83,7 +83,7 @@ def open_sides(a: str, b: str, classes: int | Literal["auto"], trust: bool) -> S
         if record is not None:
             if names_code(record.model) and not trust and record.model not in arguments:
                 raise UserError(
-                    f"{argument} holds a model that the code of {record.model} builds",
+                    f"{argument} holds a model that is built by the code of {record.model}",
                     "if you trust that code, add --trust",
                     code="untrusted-code",
                 )

@@ -27,19 +27,19 @@ def totals_lines(measured: Measured) -> list[str]:
             _ratio(one.parameters, other.parameters),
         ),
         (
-            "GFLOPs an image, forward",
+            "GFLOPs per image, forward",
             f"{one.flops / 1e9:.3g}",
             f"{other.flops / 1e9:.3g}",
             _ratio(one.flops, other.flops),
         ),
         (
-            "MiB of activations an image",
+            "MiB of activations per image",
             f"{one.kept_bytes / 2**20:.3g}",
             f"{other.kept_bytes / 2**20:.3g}",
             _ratio(one.kept_bytes, other.kept_bytes),
         ),
         (
-            "ms a step (forward, backward)",
+            "ms per step (forward, backward)",
             f"{1000 * one.step_s:.4g}",
             f"{1000 * other.step_s:.4g}",
             times(measured.ratio),

@@ -1,9 +1,9 @@
-"""One training step of a model as a table of its layers: what each computes, keeps and costs, and from what.
+"""One training step of a model as a table of its layers: what each computes, keeps and costs, and from which inputs.
 
 Promises: a row for each operator on values that depend on the images, in an order that depends only on how values
 flow and not on the order in which the code runs or what modules are called. The model's modes and buffers are
 restored.
-Rejects images that the model cannot take.
+Rejects images that the model cannot process.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Recorder(TorchFunctionMode):
                 shape = " x ".join(map(str, self._images.shape))
                 reason = (str(error).strip().splitlines() or [""])[0]
                 raise UserError(
-                    f"{type(self._model).__name__} cannot take images of {shape}: {type(error).__name__}: {reason}",
+                    f"{type(self._model).__name__} rejects images of {shape}: {type(error).__name__}: {reason}",
                     "use a different --size or --batch, or --classes for its factory",
                 ) from error
         output = returned(found)

@@ -76,12 +76,12 @@ def tensor_lines(found: TensorComparison, fitting: Sequence[str] = ()) -> list[s
     if not (found.missing or found.unexpected or found.misshapen):
         return [
             f"different: the same names and shapes, but {len(found.different):,} of {counted(found.total, 'tensor')} "
-            f"have other values: {_some(found.different)}"
+            f"have different values: {_some(found.different)}"
         ]
     groups = (
         (found.missing, "missing"),
         (found.unexpected, "unexpected"),
-        (found.misshapen, "of another shape"),
+        (found.misshapen, "of a different shape"),
     )
     counts = [counted(len(names), f"tensor {how}", f"tensors {how}") for names, how in groups if names]
     lines = [f"different: B does not fit A: {', '.join(counts)}"]
@@ -90,7 +90,7 @@ def tensor_lines(found: TensorComparison, fitting: Sequence[str] = ()) -> list[s
             f"{theirs} for {mine}" for mine, theirs in zip(found.missing, found.unexpected, strict=False)
         ]
         lines.append(
-            f"the names differ, but all {found.total:,} shapes agree in their order: rename them one by one "
+            f"the names differ, but all {found.total:,} shapes agree in order: rename the tensors one by one "
             f"({_some(pairs)})"
         )
     if found.missing:
@@ -100,7 +100,7 @@ def tensor_lines(found: TensorComparison, fitting: Sequence[str] = ()) -> list[s
         ]
         lines.append(f"only in A: {_some(named)}")
     lines += [f"only in B: {_some(found.unexpected)}"] if found.unexpected else []
-    lines += [f"other shapes: {_some(found.misshapen)}"] if found.misshapen else []
+    lines += [f"different shapes: {_some(found.misshapen)}"] if found.misshapen else []
     if fitting:
         lines.append(f"B fits {' and '.join(fitting)}")
     return lines

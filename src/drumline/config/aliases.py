@@ -1,4 +1,4 @@
-"""Other names of the distillation methods, as papers and other programs write them."""
+"""Names of the distillation methods in papers and other programs."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Several:
                 what = f"{name!r} is unknown{f'; did you mean {meant[0]}?' if meant else ''}"
                 return Wrong(what, f"give {self}")
         if len(set(value)) < len(value) or (len(value) > 1 and "none" in value):
-            return Wrong("names one twice, or others beside none", f"give {self}")
+            return Wrong("names one twice, or combines none with others", f"give {self}")
         return None
 
     def __str__(self) -> str:

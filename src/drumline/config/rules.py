@@ -198,7 +198,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     if recipe.distill.unlabelled and data.balance != "none":
         yield Problem(
             "distill.unlabelled",
-            f"data.balance = {data.balance} draws by class, and images without labels have none",
+            f"data.balance = {data.balance} draws by class, but images without labels have no class",
             "set data.balance to none; train.class_weights=balanced weights the classes instead",
         )
     if recipe.distill.cache and data.balance != "none":
@@ -298,7 +298,9 @@ def _self_taught(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("parallel.layout", f"{teacher} needs whole models in each process", "use ddp")
     if distill.self_taught == "ema" and not train.ema:
         yield Problem(
-            "train.ema", f"{teacher} is this average of the student", "give one, such as train.ema=0.999"
+            "train.ema",
+            f"{teacher} needs the moving average of the student",
+            "set it, for example train.ema=0.999",
         )
     if distill.self_taught == "peer":
         unequal = (

@@ -1,4 +1,4 @@
-"""Where the time of a training process goes: its loop is in exactly one part of a step at a time.
+"""Where the time of a training loop goes: the loop is in exactly one part of a step at a time.
 
 Promises: the parts of an interval sum to its wall time. Entering a part costs a read of the clock and an addition,
 and never waits for a device. Only the thread that runs the loop is counted: calls from other threads have no effect,

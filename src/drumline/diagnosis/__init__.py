@@ -1,1 +1,1 @@
-"""Why a run is slow: what was measured, the rules that read it, and what would help."""
+"""Why a run is slow: the measurements, the rules that read them, and what would help."""

@@ -1,4 +1,4 @@
-"""Applies the best change that a diagnosis names, in a short run, and compares its speed with the prediction.
+"""Tries the best change that a diagnosis names in a short run, and compares the speed with the prediction.
 
 Promises: before and after are measured in the same way, one after the other, and the prediction comes before both.
 All but `apply` is pure.
@@ -24,7 +24,7 @@ PAUSES = {"evaluation": "train.eval_every", "checkpoint": "checkpoint.every_epoc
 CYCLES = 2
 """Evaluations or saves that a measurement of them must see."""
 LONGEST = 120.0
-"""Seconds of such a measurement that nobody has asked for."""
+"""The longest such measurement without an explicit --seconds."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ class Applied:
     def lines(self) -> list[str]:
         """For people."""
         off = percent(abs(self.error))
-        than = f"{off} {'more' if self.error > 0 else 'less'}" if off != percent(0) else "as predicted"
+        than = (
+            f"{off} {'faster' if self.error > 0 else 'slower'} than predicted"
+            if off != percent(0)
+            else "as predicted"
+        )
         text = (
             f"{self.found.flag}: {rate(self.before, 'img')} before, predicted {rate(self.predicted, 'img')}, "
             f"measured {rate(self.after, 'img')}: {than}"
@@ -105,7 +109,7 @@ def seconds_needed(found: Slowdown, evidence: Evidence, seconds: float) -> float
     if needed > max(seconds, LONGEST):
         raise UserError(
             f"{found.flag}: {CYCLES + 1} times that many steps take {needed:,.0f} s, too long for a short run",
-            f"give --seconds {needed:.0f} if you want to wait",
+            f"give --seconds {needed:.0f} to measure it anyway",
         )
     return max(seconds, math.ceil(needed))
 

@@ -1,7 +1,7 @@
 """What is known about the speed of a run: the times of every rank in each interval, its recipe and its machine.
 
-Promises: reads only the small files of a run folder, while the run goes on too. What an older run did not record is
-missing, never zero.
+Promises: reads only the small files of a run folder, also while the run trains. Values that an older run did not
+record are missing, never zero.
 """
 
 from __future__ import annotations

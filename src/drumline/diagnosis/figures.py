@@ -1,7 +1,7 @@
 """The figures that the rules read: a run's steady state in one interval, and whether a change of its recipe is valid.
 
-Promises: a saving is a fraction of the whole time, with evaluations and saves. A flag is only given if the recipe
-accepts it and it changes something.
+Promises: a saving is a fraction of the whole time, with evaluations and checkpoints. A flag is given only if the
+recipe accepts it and its value changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The three arms of a measurement: the same training on synthetic data, on cold files and on files in memory.
 
 Promises: the arms differ in nothing but the data. From them come the stalls of DS-Analyzer (Mohan et al., 2021): the
-prep stall is what decoding and augmenting cost, the fetch stall what the disk costs. What could not be measured is
-left out and said, never guessed. `measure` runs the arms; the rest is pure.
+prep stall is what decoding and augmenting cost, the fetch stall what the disk costs. An arm that cannot be
+measured is left out and reported, never guessed. `measure` runs the arms; the rest is pure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARMS = {
     COLD: "files on disk",
 }
 WORTH = 0.1
-"""A stall below this fraction of the time is no reason."""
+"""A stall below this fraction of the time is not reported."""
 SURE = 2.0
 """Standard errors that a stall must exceed."""
 FITS = 0.8
@@ -60,12 +60,12 @@ class Measured:
 
 
 def prep_stall(arms: Mapping[str, float]) -> float | None:
-    """The fraction of the time that making batches costs, with the files in memory."""
+    """The fraction of the time spent making batches, with the files in memory."""
     return _stall(arms, CACHED, SYNTHETIC)
 
 
 def fetch_stall(arms: Mapping[str, float]) -> float | None:
-    """The fraction of the time that reading costs, with the files on disk."""
+    """The fraction of the time spent reading, with the files on disk."""
     return _stall(arms, COLD, CACHED)
 
 
@@ -111,19 +111,19 @@ def _from_arms(measured: Measured) -> Iterator[Slowdown]:
 
 
 _FIXES = {
-    "prep": "`drumline why --sweep workers=1,2,4` finds the best number of workers; `drumline pack` stores smaller "
-    "images",
-    "fetch": "`drumline pack DATA OUT` stores the data in a few large files; a faster or local disk, or more memory, "
-    "helps too",
+    "prep": "find the best number of workers with `drumline why --sweep workers=1,2,4`, or store smaller images with "
+    "`drumline pack`",
+    "fetch": "store the data in a few large files with `drumline pack DATA OUT`, or use a faster or local disk, or "
+    "more memory",
 }
 
 
 def lines(measured: Measured) -> list[str]:
     """The arms and the stalls, for people."""
     arms, dropped = measured.evidence.arms, measured.dropped
-    once = "" if measured.cold else ", in the first epoch alone"
+    once = "" if measured.cold else ", in the first epoch only"
     shown = {
-        SYNTHETIC: "what the model can take",
+        SYNTHETIC: "what the model can process",
         CACHED: _stalled("prep stall", prep_stall(arms), "making batches"),
         COLD: _stalled("fetch stall", fetch_stall(arms), f"reading files{once}"),
     }
@@ -209,7 +209,7 @@ def measure(
     names = [CACHED, SYNTHETIC] if files is None else [COLD, CACHED, SYNTHETIC]
     if tied := [name for name in _TIED if settings[name]]:
         names.remove(SYNTHETIC)
-        notes.append(f"{ARMS[SYNTHETIC]}: not measured: {tied[0]} belongs to the real images")
+        notes.append(f"{ARMS[SYNTHETIC]}: not measured: {tied[0]} needs the real images")
     say(announced(len(names), seconds))
     for name in progress(names, "short runs"):
         if name == COLD:
@@ -226,7 +226,7 @@ def measure(
             ):  # what the cold arm has read is too little to be measured when it is fast
                 found = cached = run_trial(command, seconds)
                 notes.append(
-                    f"{ARMS[CACHED]}: some of them were not; a larger --seconds reads more of them before"
+                    f"{ARMS[CACHED]}: some were read from disk; a larger --seconds reads more of them before"
                 )
         else:
             try:
@@ -265,7 +265,7 @@ def _not_dropped(dropped: Dropped) -> str:
     if not dropped.files:
         why = "the data has no files of its own that could be dropped from memory"
     elif dropped.still_cached is None:
-        why = "the file system does not say whether its files are in memory, as one in memory does not"
+        why = "the file system (such as one in memory) does not report whether its files are in memory"
     else:
         why = f"{percent(dropped.still_cached)} of the files are still in memory: other programs hold them"
     return f"{ARMS[COLD]}: not measured: {why}"

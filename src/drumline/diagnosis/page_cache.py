@@ -1,7 +1,7 @@
 """Drops files from the operating system's page cache, so that they are read from the disk again.
 
-Promises: needs no rights but to read the files, and changes none of them. Does not trust that it worked: asks the
-system whether some of the files are still in memory.
+Promises: needs only permission to read the files, and changes none of them. Checks the result: asks the system
+whether some of the files are still in memory.
 """
 
 from __future__ import annotations

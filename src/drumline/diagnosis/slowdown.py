@@ -1,7 +1,7 @@
 """One reason why training is slower than it could be, with its evidence, its cost and what to change.
 
-Promises: a rule is a pure function of the evidence; it returns nothing rather than a guess. Of several reasons, the
-one with the largest predicted saving comes first.
+Promises: a rule is a pure function of the evidence; it returns nothing rather than a guess. Reasons are
+sorted by their predicted saving, the largest first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Slowdown:
     """One reason."""
 
     code: str
-    """What kind it is, such as `decode`: the same in the line of JSON, in the docs and in the tests."""
+    """The kind of reason, such as `decode`: the same in the JSON, the docs and the tests."""
     text: str
     """What is slow, in one sentence with the numbers that show it."""
     saving: float
@@ -25,7 +25,7 @@ class Slowdown:
     flag: str = ""
     """The change, as it is typed: `data.workers=8`. Empty if no setting helps."""
     fix: str = ""
-    """What to do, in a sentence, where the flag does not say all."""
+    """What to do, in a sentence, if the flag is not enough."""
     images_per_s: float = 0.0
     """The present speed; 0 if it is not known."""
 

@@ -1,4 +1,4 @@
-"""A sweep: every combination of some settings in a short run, as a table with the best one and the knee.
+"""A sweep: measures every combination of some settings in short runs, as a table with the best and the knee.
 
 Promises: all but `measure_rows` is pure. A combination that cannot run is a row with the reason. The knee is the
 smallest setting within 5 % of the best.
@@ -176,7 +176,7 @@ def verdict(axes: Sequence[Axis], rows: Sequence[Row]) -> list[str]:
     if knee is not best:
         less = percent(1 - knee.images_per_s / best.images_per_s)
         lines.append(
-            f"knee: {' '.join(settings_of(axes, knee.values))}, the smallest within 5 % of it ({less} less)"
+            f"knee: {' '.join(settings_of(axes, knee.values))}, the smallest within 5 % of the best ({less} slower)"
         )
     return lines
 

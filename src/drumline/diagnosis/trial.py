@@ -1,7 +1,7 @@
-"""One short run: an ordinary `drumline train` or `distill` in a process and a folder of its own, and its speed.
+"""One short run: an ordinary `drumline train` or `distill` in its own process and folder, and its speed.
 
 Promises: it is the user's command, with the same recipe. Its first steps do not count, and it lasts until its mean
-speed is known to within 2 % or its time is up. It leaves no process and no file, after Ctrl-C and SIGTERM either. A
+speed is known to within 2 % or its time is up. It leaves no process and no file, not even after Ctrl-C or SIGTERM. A
 run that fails raises `TrialFailed` with the run's own message.
 """
 

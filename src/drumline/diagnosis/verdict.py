@@ -1,4 +1,4 @@
-"""The verdict in lines of text: where the time goes, then the reasons, the most expensive first."""
+"""The verdict as text: where the time goes, then the reasons, the most expensive first."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ MEANINGS = {
     "compute": "computing",
     "teacher": "the teacher",
     "exchange": "waiting for other ranks",
-    "stall": "doing nothing",
+    "stall": "idle",
     "data": "waiting for data",
     "copy": "copying to the GPU",
     "late": "the GPU waits for the host",
     "guards": "guards",
     "log": "logging",
-    "other": "between two steps",
+    "other": "between steps",
     "unknown": "not recorded",
     "evaluation": "evaluating",
-    "checkpoint": "saving",
+    "checkpoint": "saving checkpoints",
 }
 
 
@@ -83,13 +83,13 @@ def _head(figures: Figures, width: int) -> list[str]:
     left_out = "" if len(steady) == len(intervals) else f", without the first {intervals[0].steps:,}"
     processes = f" on {figures.ranks} ranks" if figures.ranks > 1 else ""
     text = (
-        f"{counted(steps, 'step')} to step {intervals[-1].step:,}{processes}{left_out}: "
-        f"{rate(figures.whole.images_per_s, 'img')} in steps of {ms(figures.step_ms)}"
+        f"{counted(steps, 'step')} up to step {intervals[-1].step:,}{processes}{left_out}: "
+        f"{rate(figures.whole.images_per_s, 'img')} at {ms(figures.step_ms)} per step"
     )
     if figures.wall_ms > 1.01 * figures.step_ms:
-        text += f", {rate(figures.images_per_s, 'img')} with evaluations and saves"
+        text += f", {rate(figures.images_per_s, 'img')} with evaluations and checkpoints"
     if (seconds := sum(each.seconds for each in steady)) < FEW_S:
-        text += f". These are only {seconds:.1f} s: chance may decide"
+        text += f". Only {seconds:.1f} s were measured, so chance may dominate"
     return wrapped_lines(text, width, "  ")
 
 
@@ -126,7 +126,8 @@ def _reasons(figures: Figures, found: Sequence[Slowdown], width: int) -> list[st
             sum(each for name, each in time_parts(figures, rank).items() if name in ("compute", "teacher"))
             for rank in range(figures.ranks)
         ]
-        text = f"nothing stands out: {percent(sum(computes) / sum(figures.whole.walls))} of the time computes"
+        share = sum(computes) / sum(figures.whole.walls)
+        text = f"nothing stands out: {percent(share)} of the time is computation"
         if figures.known("gpu_use"):
             text += f", the GPU is busy for {percent(figures.mean('gpu_use'))}"
         return wrapped_lines(text, width)

@@ -1,4 +1,4 @@
-"""The tables behind the presets: pairs of networks, the recipe of each method, its figures, and whose they are.
+"""The tables behind the presets: pairs of networks, the recipe of each method, its figures and their sources.
 
 Promises: a figure stands beside the recipe that gave it. Where the recipe of a published figure is not known, or
 where Drumline's method is a variant of it, there is none. If nobody gave a weight for a pair, the method's usual
@@ -49,7 +49,7 @@ class Benchmark:
     settings: Mapping[str, Settings]
     figures: Mapping[str, tuple[float | None, ...]]
     authors: Mapping[str, str]
-    """Whose figures each row has."""
+    """The source of each row's figures."""
     epochs: int
     milestones: tuple[int, ...]
     lr: float
@@ -83,7 +83,7 @@ class Benchmark:
 
 
 def _rows(text: str) -> tuple[dict[str, tuple[float | None, ...]], dict[str, str]]:
-    """Parses a table of figures: a name, a number per pair (`-` for none), and whose they are."""
+    """Parses a table of figures: a name, a number per pair (`-` for none), and the source."""
     figures: dict[str, tuple[float | None, ...]] = {}
     authors: dict[str, str] = {}
     for line in text.strip().splitlines():

@@ -1,4 +1,4 @@
-"""The teacher's score before the first step, and whether its images are those of its training.
+"""The teacher's score before the first step, and whether it gets images like those that it was trained on.
 
 Promises: the score counts each evaluation sample once, like any evaluation. Rejects a teacher whose outputs are not
 finite. Warns about one that is hardly better than chance, whose weights record other image settings, or that has no
@@ -90,7 +90,7 @@ def measure_teacher(
 
 
 def _to_imagenet(sets: Sets) -> tuple[Tensor, Tensor]:
-    """The factors and terms that turn normalised images into those with ImageNet's normalisation."""
+    """The factors and terms that change the normalisation of images to ImageNet's."""
     mean, std, their_mean, their_std = (
         torch.tensor(each, device=sets.device).view(1, -1, 1, 1)
         for each in (sets.mean, sets.std, IMAGENET_MEAN, IMAGENET_STD)
@@ -99,13 +99,13 @@ def _to_imagenet(sets: Sets) -> tuple[Tensor, Tensor]:
 
 
 def _imagenet_warning(ours: int, imagenet: int, samples: int) -> list[str]:
-    """A warning if a teacher is right far more often with ImageNet's normalisation, on these samples."""
+    """A warning if a teacher is far more accurate with ImageNet's normalisation on these samples."""
     if imagenet - ours <= 0.1 * samples:
         return []
     mean, std = (",".join(f"{value:g}" for value in each) for each in (IMAGENET_MEAN, IMAGENET_STD))
     return [
         f"WARNING: on {samples:,} images with ImageNet's normalisation, the teacher scores {imagenet / samples:.2%} "
-        f"instead of {ours / samples:.2%}. If it was trained with it, set data.mean={mean} data.std={std}"
+        f"instead of {ours / samples:.2%}. If it was trained that way, set data.mean={mean} data.std={std}"
     ]
 
 
@@ -127,7 +127,7 @@ def describe_score(teachers: Sequence[LoadedTeacher], score: Score, labels: NDAr
     if score.accuracy < majority + 0.1 * (1 - majority):
         line += (
             ". WARNING: hardly better than chance. Check that the weights, the classes, the image size and the "
-            "normalisation (data.size, data.mean, data.std) are those of its training"
+            "normalisation (data.size, data.mean, data.std) are those that it was trained with"
         )
     return line
 

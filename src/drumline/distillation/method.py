@@ -27,7 +27,7 @@ from drumline.parallel.world import World
 Taps = Mapping[str, Tensor]
 Scope = Literal["sample", "global_batch"]
 Variant = Literal["paper", "repdistiller"]
-"""Whose form of a method. The accuracies published for CIFAR-100 often come from RepDistiller's."""
+"""Whose variant of a method. The accuracies published for CIFAR-100 often come from RepDistiller's."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Method:
     (`--distill.options NAME:VALUE`), with the paper's values as defaults and limits beside the types."""
 
     name: ClassVar[str]
-    """Its name in the loss, in options and messages. If none is given, that of the class."""
+    """Its name in the loss, in options and in messages. Default: the name of the class."""
     reads: ClassVar[str] = "logits"
     """What it reads of both networks, separated by commas: `logits`, taps such as `pooled` or `stage2`, `last stage`,
     and `stages` for all pairs of stages. A method that overrides `needs` describes here what it reads."""
@@ -156,7 +156,7 @@ class Method:
     """The weights for standardised logits, if the authors of the standardisation changed them."""
     scope: ClassVar[Scope] = "sample"
     least_samples: ClassVar[int] = 1
-    """The smallest batch of which it can learn, over all processes."""
+    """The smallest batch that it can use, over all processes."""
     on_logits: ClassVar[bool] = False
     """Whether it compares logits. Logit standardisation applies only then."""
     mixes: ClassVar[bool] = True

@@ -30,7 +30,7 @@ DECLARED: Mapping[str, type | tuple[type, ...]] = {
     "warmup": (int, float),
     "initial_epochs": (int, float),
 }
-"""What a class may declare besides its options, and the types."""
+"""The attributes that a class may declare besides its options, with their types."""
 
 
 def load_method(name: str, built_in: Mapping[str, type[Method]]) -> type[Method]:
@@ -55,7 +55,7 @@ def load_method(name: str, built_in: Mapping[str, type[Method]]) -> type[Method]
     known = built_in.get(found.name)
     if known is not None and known is not found:
         raise UserError(
-            f"{title}: has the name {found.name}, which is that of a built-in method",
+            f"{title}: its name {found.name} is that of a built-in method",
             f'give it a different one, such as `name = "{attribute.lower()}2"`',
         )
     if (
@@ -102,7 +102,7 @@ def own_code(kind: type[Method], doing: str) -> Iterator[None]:
         raise UserError(
             f"distill.method = {kind.__module__}:{kind.__qualname__}: {doing} raised {type(error).__name__}"
             f"{line_of(error)}: {error}",
-            f"correct it; {PAGE} says what each function gets and returns",
+            f"correct it; {PAGE} describes the arguments and results of each function",
         ) from error
 
 
@@ -151,7 +151,7 @@ def _check_options(title: str, kind: type[Method]) -> None:
         hints = get_type_hints(kind)
     except Exception as error:
         raise UserError(
-            f"{title}: the type of an option cannot be read: {error}",
+            f"{title}: the type of an option cannot be resolved: {error}",
             "import the types at the top of the module",
         ) from error
     of_base = get_type_hints(Method)
@@ -171,8 +171,8 @@ def _check_options(title: str, kind: type[Method]) -> None:
     for name, option in options_of(kind).items():
         if get_origin(option.hint) is not Literal and option.hint not in (bool, int, float, str):
             raise UserError(
-                f"{title}: the option {name} has a type that text cannot give",
-                "use int, float, bool, str or a Literal of texts",
+                f"{title}: the type of the option {name} cannot be set on the command line",
+                "use int, float, bool, str or a Literal of strings",
             )
         if option.default is MISSING:
             raise UserError(f"{title}: the option {name} has no default", f"write `{name}: ... = VALUE`")

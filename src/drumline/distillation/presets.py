@@ -72,7 +72,7 @@ def published(name: str) -> float | None:
 
 
 def published_by(name: str) -> str | None:
-    """Whose figure `published` is, or None without a figure."""
+    """The source of the figure that `published` returns, or None without a figure."""
     benchmark, kind, _ = _parse(name)
     return benchmark.authors[kind] if published(name) is not None else None
 
@@ -156,7 +156,7 @@ def _schedule(benchmark: Benchmark, network: str, settings: Settings) -> list[st
 
 def _table(name: str, benchmark: Benchmark) -> str:
     """The numbered pairs, then one row of figures per method; the numbers head the columns."""
-    lines = [f"{name}/METHOD/PAIR, top-1 (%) as published, and by whom"]
+    lines = [f"{name}/METHOD/PAIR, published top-1 (%), and its source"]
     lines += [f"  {number:>2}  {pair}" for number, pair in enumerate(benchmark.pairs, 1)]
     lines.append(" " * 12 + "".join(f"{number:>6}" for number in range(1, len(benchmark.pairs) + 1)))
     shown = [name for name in benchmark.methods() if name in benchmark.settings or name in benchmark.figures]

@@ -111,13 +111,13 @@ def select_methods(distill: Distill, phase: str = "") -> Selection:
     ]
     if not r and not methods:
         raise UserError(
-            "distill.r, distill.a and distill.b leave nothing to minimise",
+            "distill.r, distill.a and distill.b are all 0, so there is nothing to minimise",
             "set one of them above 0",
         )
     on_logits = [each for each in methods if each.method.on_logits]
     if distill.standardise and not on_logits:
         raise UserError(
-            f"distill.standardise = true: {', '.join(named)} compares no logits",
+            f"distill.standardise = true: {', '.join(named)} does not compare logits",
             "remove it, or add kd with distill.a",
         )
     for key in ("initial_epochs", "initial_lr"):
@@ -174,7 +174,7 @@ def check_selection(selection: Selection, recipe: Recipe) -> None:
             pieces = f" in {micro} micro-batches" if samples < recipe.data.batch else ""
             raise UserError(
                 f"data.batch = {recipe.data.batch}{pieces}: {each.name} needs at least {least} samples at a time",
-                f"use --data.batch {least * recipe.data.batch // max(samples, 1)} or more, or a method that takes "
+                f"use --data.batch {least * recipe.data.batch // max(samples, 1)} or more, or a method that treats "
                 "samples one by one, such as kd",
             )
     unmixed = [each.name for each in selection.methods if not each.method.mixes]
@@ -231,7 +231,7 @@ def _weights(distill: Distill, kinds: dict[str, type[Method]]) -> list[float]:
         names = ", ".join(others) or "none (kd is weighted by distill.a)"
         raise UserError(
             f"distill.b = {','.join(f'{b:g}' for b in distill.b)} has {len(distill.b)} weight(s); the methods that "
-            f"take one are: {names}",
+            f"need one are: {names}",
             "give one weight per method, in their order",
         )
     return list(distill.b)
@@ -308,6 +308,6 @@ def _temperature(kind: type[Method], distill: Distill) -> dict[str, float]:
 
 
 def _build(kind: type[Method], numbers: dict[str, Any]) -> Method:
-    """The method with those of the numbers that it has."""
+    """The method with these values for the options that it has."""
     known = options_of(kind)
     return kind(**{key: value for key, value in numbers.items() if key in known})

@@ -97,4 +97,4 @@ def describe_self_taught(recipe: Recipe) -> str:
     """The log line about the teacher."""
     if recipe.distill.self_taught == "ema":
         return f"teacher: the moving average of the student (train.ema={recipe.train.ema:g})"
-    return "teacher: a second student, which learns from the first; the first is evaluated and exported"
+    return "teacher: a second student; each learns from the other, and the first is evaluated and exported"

@@ -110,7 +110,7 @@ class FittedNetworks:
     teacher_infos: tuple[NetworkInfo, ...]
     methods: tuple[FittedMethod, ...]
     warnings: tuple[str, ...] = ()
-    """About taps that the recipe names and no method reads."""
+    """Warnings about taps that the recipe names but no method reads."""
 
     @property
     def student_taps(self) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ class _Builder:
         return networks
 
     def _module(self, networks: FittedNetworks) -> StudentWithHelpers:
-        """Student and helpers, with what earlier phases have trained."""
+        """Student and helpers, with the weights of earlier phases."""
         runs_student = not self.selection.phase or bool(networks.student_taps)
         module = networks.with_helpers(self.recipe.run.seed, runs_student)
         self.messages += _load_phases(module, networks.model, self.previous, self.world)
@@ -242,7 +242,7 @@ class _Builder:
         if self.selection.phase and self.previous:
             return None, None
         if networks.foreign:
-            self.messages.append("the teacher's accuracy is not measured: its classes are not the data's")
+            self.messages.append("the teacher's accuracy is not measured: its classes differ from the data's")
             self.messages += image_warnings(self.recipe, self.sets, networks.teachers)
             return None, None
         predictions = torch.full((len(self.sets.eval),), -1, device=self.world.device)

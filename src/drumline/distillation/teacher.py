@@ -150,7 +150,7 @@ class Teacher:
                     raise _wrong(f"{name or type(child).__name__} is in training mode", "call eval() on it")
         for number, name, tensor in self._named():
             if tensor.requires_grad or tensor.grad is not None:
-                raise _wrong(f"{name} takes gradients", "call requires_grad_(False) on it")
+                raise _wrong(f"{name} requires gradients", "call requires_grad_(False) on it")
             expected = self._devices.get((number, name), self.device)
             if tensor.device != expected:
                 owner = "stage" if self._devices else "process"
@@ -211,7 +211,7 @@ def _run_whole(
 
 
 def nonfinite_outputs(images: str) -> UserError:
-    """The error about a teacher whose weights are finite, but not its outputs."""
+    """The error for a teacher whose weights are finite but whose outputs are not."""
     return UserError(
         f"distill.teacher_weights: the teacher's outputs for {images} are NaN or infinite",
         "use --distill.teacher_precision fp32, or a different teacher; `drumline eval` tests one",
@@ -252,7 +252,7 @@ class LoadedTeacher:
     messages: tuple[str, ...] = ()
     """How its classes were matched to the data's."""
     foreign: bool = False
-    """Its classes are not the data's, so it teaches only by its features."""
+    """Its classes differ from the data's, so only its features are used."""
 
 
 def load_teachers(
@@ -282,7 +282,7 @@ def check_teachers(distill: Distill) -> tuple[str, ...]:
     if not weights:
         raise UserError(
             "distill.teacher_weights is empty: distillation needs a trained teacher",
-            "train one (drumline train) and give its run folder, or a weights file; or learn without one: "
+            "train one (drumline train) and give its run folder, or give a weights file; without a teacher, use "
             "distill.teacher=ema or distill.teacher=peer",
         )
     if names and len(names) != len(weights):
@@ -354,6 +354,6 @@ def _load(
             for key in report.reinitialised:
                 nn.init.zeros_(module.get_parameter(key))
         own = f"its {rows:,} classes are not the data's" if rows else "it has no classifier"
-        notes = (f"teacher {name} ({path}): {own}, so it teaches by its features alone",)
+        notes = (f"teacher {name} ({path}): {own}, so only its features are used",)
     reject_nonfinite(module, report.file, FIELDS)
     return LoadedTeacher(name, path, module, report.record, notes, foreign)

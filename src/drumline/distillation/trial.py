@@ -1,4 +1,4 @@
-"""The trial of the user's own methods: their helper and loss are called on a few made-up images before a run starts.
+"""Tries the user's own methods before a run starts: calls their helper and loss on a few random images.
 
 Promises: student, helpers, teacher and random numbers are as before. A `UserError` names what is wrong: taps that
 are not declared, outputs of the wrong type or shape, a loss or gradient that is not finite, a loss that does not
@@ -25,13 +25,13 @@ from drumline.models.base import VisionModel
 from drumline.models.tapped import Tapped
 
 SAMPLES = 4
-"""Images of the trial, or twice as many as a method needs: half of them are tried alone, too."""
+"""Images of the trial, or twice as many as the method needs, because half of them are also tried alone."""
 
 
 def try_own_methods(
     networks: FittedNetworks, module: StudentWithHelpers, selection: Selection, size: int
 ) -> None:
-    """Calls each of the user's own methods as a step does. Methods with a memory are not tried."""
+    """Calls each of the user's own methods as a step does. Skips methods with a memory."""
     schedules = {each.name: each.schedule for each in selection.methods}
     own = [
         each
@@ -117,7 +117,7 @@ class _Trial:
             raise UserError(
                 f"{self.title}: its loss gives two results for the same inputs, because it draws random numbers or "
                 "keeps a state, which a resumed run could not repeat",
-                "compute the loss from its inputs alone; random numbers and state belong into a helper",
+                "compute the loss from its inputs alone; keep random numbers and state in a helper",
             )
         if not loss.isfinite().all():
             raise self._not_finite("its loss")

@@ -86,7 +86,7 @@ def view_of(tap: str, location: Location, tensor: Tensor, image: tuple[int, int]
         return View("cls", as_map=tap != "pooled")
     if special > side:
         raise UserError(
-            f"{tap}={location.module}{location.part}: its {tokens} tokens are no square of patches with a few more",
+            f"{tap}={location.module}{location.part}: its {tokens} tokens do not form a square of patches",
             fix=f"write {tap}={location.module}{CLS}, or name a different module",
         )
     return View("patches", special, side)

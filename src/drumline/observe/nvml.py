@@ -1,7 +1,7 @@
 """A GPU's use, memory, clocks, power and throttling, as NVIDIA's driver reports them (NVML).
 
 Promises: never waits for the device. Without the driver's library, or without one of its functions, the values are
-left out. Calls the library itself: the two dozen lines below replace a dependency.
+left out. Calls the library directly: about two dozen lines replace a dependency.
 """
 
 from __future__ import annotations

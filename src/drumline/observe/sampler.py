@@ -1,6 +1,7 @@
-"""A thread that looks at the training loop from outside: which line of the user's code it is in, and how the GPU is.
+"""A thread that samples the training loop: the line of the user's code that it is in, and the state of the GPU.
 
-Promises: 20 looks a second, each of some ten microseconds, and one reading of the GPU a second; nothing in the step.
+Promises: 20 samples a second, each of some ten microseconds, and one reading of the GPU a second; no work in the
+step.
 Counts only while steps are taken. A line is the user's own if its file belongs to neither Drumline, torch, Python nor
 an installed package.
 """

@@ -1,4 +1,4 @@
-"""A tracker in a process of its own, so that what it imports, prints and waits for never reaches the one that trains.
+"""A tracker in a process of its own, so that its imports, output and waits never affect the training process.
 
 Promises: no call waits for the tracker, except `finish`, for a bounded time and with a message. Its process gets no
 secret of ours, shows nothing, reads no input and leaves signals to the run. If the run is killed, it records that the
@@ -24,11 +24,11 @@ from typing import Any
 from drumline.observe.trackers import RUN_ID, TRACKERS, RunFacts, TensorBoard, Tracker, run_id
 
 FINISH_S = 30.0
-"""How long a run that has ended waits for a tracker."""
+"""Seconds that a run waits for a tracker at its end."""
 SILENT_S = 3.0
-"""How long of that without a message."""
+"""Seconds of that wait before it logs a message."""
 WAITING_BYTES = 1 << 20
-"""Numbers that may wait for a tracker, about an hour's. It misses those beyond."""
+"""Entries that may wait for a tracker, about an hour's. It misses any more."""
 
 
 class TrackerError(Exception):

@@ -1,9 +1,9 @@
-"""Trackers, which get the numbers of a run: TensorBoard, W&B, MLflow and trackio, behind one interface.
+"""Trackers, which receive the metrics of a run: TensorBoard, W&B, MLflow and trackio, behind one interface.
 
 Promises: `TRACKERS` has all of them. TensorBoard writes its event file in the run folder, on the thread of the run
 log. The others run in a process of their own (`tracker_process.py`) and are imported there. Each gets the recipe, the
-same numbers under the same names, and how the run ended; a resumed run continues the run that it had. One that fails
-is reported once and is off from then on. Rejects a tracker that is not installed.
+same numbers under the same names, and how the run ended; a resumed run continues its tracker's run. A tracker that
+fails is reported once and then switched off. Rejects a tracker that is not installed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from drumline.core.files import append_to, write_text
 from drumline.core.machine import host_name
 
 RUN_ID = "tracker-id"
-"""The file in a run folder with the name that trackers know the run by."""
+"""The file in a run folder that holds the id of the run in its trackers."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker is told about a run before its first numbers."""
+    """What a tracker receives about a run before its first numbers."""
 
     name: str
     folder: str
@@ -38,7 +38,7 @@ class RunFacts:
     step: int | None = None
     """The step after which the log continues; None for a log that keeps all it has."""
     id: str = ""
-    """The same whenever this run is resumed, and no other run's. Empty for TensorBoard, which does not need it."""
+    """Unique to this run, and the same whenever it is resumed. Empty for TensorBoard, which does not need it."""
 
 
 class Tracker(Protocol):
@@ -129,9 +129,9 @@ class MLflow:
 
     TAG = "drumline.id"
     PARAMETERS = 100
-    """The most that MLflow takes at once."""
+    """The most values that MLflow accepts at once."""
     LONGEST = 6000
-    """Characters of a parameter that MLflow takes."""
+    """The longest parameter that MLflow accepts, in characters."""
 
     def open(self, run: RunFacts) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -208,12 +208,12 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises a `UserError` for a tracker that cannot be imported. TensorBoard is not worth ending a run for."""
+    """Raises a `UserError` for a tracker that cannot be imported. A missing TensorBoard does not end a run."""
     missing = [name for name in names if name not in ("none", "tensorboard") and not _is_installed(name)]
     if missing:
         raise UserError(
             f"run.trackers = {','.join(names)}: {' and '.join(missing)} cannot be imported",
-            f"pip install {' '.join(missing)}, or remove it from run.trackers",
+            f"pip install {' '.join(missing)}, or remove {'it' if len(missing) == 1 else 'them'} from run.trackers",
         )
 
 
@@ -224,7 +224,7 @@ def _is_installed(name: str) -> bool:
 
 
 def run_id(folder: Path) -> str:
-    """The name that trackers know the run in this folder by, from its file or new."""
+    """The id of the run in this folder, from its file or new."""
     with suppress(OSError, ValueError):
         if re.fullmatch(r"[0-9a-f]{12}", known := (folder / RUN_ID).read_text().strip()):
             return known

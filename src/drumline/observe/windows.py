@@ -1,4 +1,4 @@
-"""Records what the host and the feed do in some windows of steps, part by part, for a trace.
+"""Records the parts of single steps, of the host and the feed, in windows of steps, for a trace.
 
 Promises: outside a window, a step costs one comparison; a window has at most `STEPS` steps and `MOST` parts on each
 track; a process records at most some twenty windows, however long it trains. All ranks record the same steps.

@@ -1,1 +1,1 @@
-"""The page of a run: one self-contained HTML file, made from the files of a run folder alone."""
+"""The report on a run: one self-contained HTML file, made from the files of a run folder alone."""

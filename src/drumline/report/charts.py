@@ -1,4 +1,4 @@
-"""Charts as SVG: lines, stacked columns, and the diagram of a calibration.
+"""Charts as SVG: lines, stacked columns, and the reliability diagram.
 
 Promises: a chart is a figure with a title, a legend and, folded, a table of its numbers, for screen readers and for
 the script that shows values. Series differ in dashes and markers, too, not in colour alone. Colours are variables of

@@ -46,7 +46,7 @@ def summary_sentence(run: RunFacts) -> str:
         images = f"{best['samples']:,} images" if isinstance(best.get("samples"), int) else "images"
         if top1 is not None:
             text += f" At its best, after epoch {best['epoch']:g}, it is right on {top1:.1%} of {images}"
-            text += " that it has not seen."
+            text += " that it was not trained on."
     else:
         text += " It has not been evaluated yet."
     return text + " " + _ending(run)
@@ -157,7 +157,7 @@ def curves(run: RunFacts) -> list[Element]:
     accuracy.append(Series("agreement with the teacher", points(evals, "agreement"), 5, 4, marked=True))
     axis = loss_axis([y for each in losses for _, y in each.points])
     taught = "teacher_agreement"
-    accuracy.append(Series("the same, training", points(train, taught), 7, 6))
+    accuracy.append(Series("agreement in training", points(train, taught), 7, 6))
     terms = sorted(
         {
             name

@@ -84,7 +84,7 @@ def bits(run: RunFacts) -> list[Child]:
         el(
             "p",
             "Every gradient, parameter, buffer and optimizer state that this run recorded, up to step ",
-            f"{step:,}, is summed up in one value: ",
+            f"{step:,}, is combined into one value: ",
             el("code", chain),
             prose(
                 ". A run with the same value has the same bits; `drumline compare` finds the first difference."
@@ -112,7 +112,7 @@ def certificate(run: RunFacts) -> list[Child]:
     ]
     passes = all(not each.get("wrong") for each in reports)
     text = "Before training, one step of this layout was compared with plain accumulation in one process: "
-    verdict = "✓ it computes the same." if passes else "✗ it differs."
+    verdict = "✓ the results are the same." if passes else "✗ the results differ."
     described = found.get("description") or found.get("layout")
     return [
         el("p", text, el("b", verdict), f" ({described})" if isinstance(described, str) else ""),

@@ -1,4 +1,4 @@
-"""The page of a run, or of several side by side: one HTML file without anything to load.
+"""The report on a run, or on several side by side: one self-contained HTML file.
 
 Promises: opens from disk, works without its script, prints, and never asks the network for anything. Its own content
 policy forbids that, and any script but its own. Made from the run folders alone. Text from a run folder is never read
@@ -79,7 +79,7 @@ def page(runs: Sequence[RunFacts], live: bool = False) -> str:
 def _head(runs: Sequence[RunFacts]) -> Element:
     if len(runs) == 1:
         return el("div", learning.head(runs[0]), id="summary", class_="head")
-    text = f"{len(runs)} runs side by side. Each has the same colour, dashes and marker in every chart."
+    text = f"{len(runs)} runs side by side. Each run has the same colour, dashes and marker in every chart."
     return el("div", el("h1", "Comparison"), el("p", text, class_="lead"), id="summary", class_="head")
 
 
@@ -114,7 +114,9 @@ def _section(title: str, name: str, content: Callable[[], Sequence[Child]]) -> E
     try:
         made = content()
     except ODD as error:
-        text = f"This cannot be shown: a file of the run has odd content ({type(error).__name__}: {error})."
+        text = (
+            f"This section cannot be shown: a file of the run is damaged ({type(error).__name__}: {error})."
+        )
         made = [el("p", text, class_="none")]
     if not any(each is not None for each in made):
         return None
@@ -124,7 +126,9 @@ def _section(title: str, name: str, content: Callable[[], Sequence[Child]]) -> E
 def _origin(run: RunFacts) -> list[Child]:
     packages = run.environment.get("packages")
     version = packages.get("drumline", "") if isinstance(packages, dict) else ""
-    still = " while the run went on; `drumline report RUN` writes it again" * (run.summary.state == "running")
+    still = " while the run was training; `drumline report RUN` writes it again" * (
+        run.summary.state == "running"
+    )
     return prose(f"Written by drumline {version} at {now()}{still}.")
 
 

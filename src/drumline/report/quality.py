@@ -1,4 +1,4 @@
-"""How good a model is: what it confuses, class by class, how sure it is, what its teacher would say, and pictures."""
+"""How good a model is: confusions, classes, calibration, agreement with the teacher, and pictures of mistakes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _class_table(title: str, scored: Sequence[ClassScore]) -> Element:
 
 
 def calibration(run: RunFacts) -> list[Child]:
-    """Whether the confidence can be trusted."""
+    """The calibration."""
     if (report := run.report) is None:
         return []
     bins = [
@@ -130,13 +130,13 @@ def calibration(run: RunFacts) -> list[Child]:
     gap = report.confidence - accuracy
     how = "over-confident" if gap > 0 else "under-confident"
     text = (
-        f"Expected calibration error {report.calibration_error:.1%}. Its mean confidence is {report.confidence:.1%}, "
-        f"its accuracy {accuracy:.1%}: "
+        f"Expected calibration error {report.calibration_error:.1%}. The mean confidence is {report.confidence:.1%}, "
+        f"the accuracy {accuracy:.1%}: "
     )
     text += (
-        f"it is {how} by {abs(gap):.1%}."
+        f"the model is {how} by {abs(gap):.1%}."
         if abs(gap) >= 0.005
-        else "on average, it is as sure as it is right."
+        else "on average, the model is well calibrated."
     )
     return [el("p", text), el("div", reliability(bins), class_="charts")]
 
@@ -190,8 +190,8 @@ def mistakes(run: RunFacts) -> list[Child]:
     if run.report is None or sheet is None or evaluation is None or sheet.step != evaluation.step:
         return []
     text = (
-        "The wrong predictions of which the model is most certain, each with its probability and the label below. "
-        "Labels that are wrong often show up here."
+        "The wrong predictions with the highest confidence, each with its probability and, below, the label. "
+        "Wrong labels often appear here."
     )
     return [el("p", text), pictures(sheet, wrong=True)]
 

@@ -1,7 +1,7 @@
 """A run folder as values for its page.
 
-Promises: reads the files of the folder alone, so a copy of it is enough, and works while the run goes on. What is
-missing or damaged is not shown; nothing is made up.
+Promises: reads the files of the folder alone, so a copy of it is enough, and works while the run trains. Missing or
+damaged values are left out, never invented.
 """
 
 from __future__ import annotations

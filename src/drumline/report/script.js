@@ -112,7 +112,7 @@
       sign.textContent = "● live";
       sign.classList.remove("lost");
     } catch {
-      sign.textContent = "○ the server has ended";
+      sign.textContent = "○ the server has stopped";
       sign.classList.add("lost");
     }
     setTimeout(refresh, 2000);

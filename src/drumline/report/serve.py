@@ -1,4 +1,4 @@
-"""Serves the page of runs while they go on. The page in the browser updates itself.
+"""Serves the page of runs while they train. The page in the browser updates itself.
 
 Promises: answers for this page only, whatever the path, and reads no file that a request names. On this machine's own
 address, it answers only requests that were made to that address; on any other, only those with the token of its URL.
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.admits(self.path, self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"Open the address that `drumline report --serve` printed.\n")
         elif urlsplit(self.path).path != "/":
-            self._answer(HTTPStatus.NOT_FOUND, b"There is only one page here.\n")
+            self._answer(HTTPStatus.NOT_FOUND, b"Not found: this server has only one page.\n")
         else:
             tag, content = self.server.current()
             if self.headers.get("If-None-Match") == tag:
@@ -126,11 +126,11 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
     if error.errno == errno.EADDRINUSE:
-        return UserError(f"port {port} is in use", "give another one: --port 0 takes any that is free")
+        return UserError(f"port {port} is in use", "choose a different one, or --port 0 for any free port")
     if error.errno == errno.EACCES:
-        return UserError(f"port {port} is not permitted", "give one above 1023, or --port 0")
+        return UserError(f"port {port} is not permitted", "choose one above 1023, or --port 0")
     reason = error.strerror or str(error)
     return UserError(
         f"--host {printable(host)} is not an address of this machine ({reason})",
-        "leave it out for this machine alone, or give 0.0.0.0 for all its addresses",
+        "leave --host out to serve this machine only, or give 0.0.0.0 for all its addresses",
     )

@@ -72,7 +72,7 @@ def verdict(found: Sequence[Slowdown] | None) -> Element | None:
         return el(
             "p",
             el("b", "Nothing stands out. "),
-            prose("`drumline why` finds no setting that would make this run faster."),
+            prose("`drumline why` found no reason why this run is slow."),
             class_="verdict",
         )
     items = []

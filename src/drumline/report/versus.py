@@ -46,7 +46,7 @@ def results(runs: Sequence[RunFacts]) -> Child:
             value = values[number]
             top = value is not None and len(known) > 1 and value == (max(known) if higher else min(known))
             shown = "–" if value is None else text(value)
-            row.append(el("b", f"{shown} ★", title="the best of these runs") if top else shown)
+            row.append(el("b", f"{shown} ★", title="best of these runs") if top else shown)
         rows.append(row)
     return table("Results", header, rows)
 
@@ -72,8 +72,8 @@ def curves(runs: Sequence[RunFacts]) -> list[Child]:
     training = _lines(runs, train, "loss")
     charts = [
         line_chart("Top-1", _lines(runs, evals, "top1", marked=True), percent),
-        line_chart("Loss of the evaluation", loss, loss_axis([y for each in loss for _, y in each.points])),
-        line_chart("Loss of training", training, loss_axis([y for each in training for _, y in each.points])),
+        line_chart("Evaluation loss", loss, loss_axis([y for each in loss for _, y in each.points])),
+        line_chart("Training loss", training, loss_axis([y for each in training for _, y in each.points])),
     ]
     if any(len(run.classes) >= FEW_CLASSES for run in runs):
         charts.append(line_chart("Top-5", _lines(runs, evals, "top5", marked=True), percent))

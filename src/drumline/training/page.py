@@ -1,6 +1,6 @@
-"""Records what the page of a run needs, and writes the page: in the background while the run goes on, and at its end.
+"""Records the data of a run's report, and writes the report: in the background during training, and at the end.
 
-Promises: the loop never waits for it but to add up the predictions of a new best evaluation over the processes. The
+Promises: the loop waits for it only to collect the predictions of a new best evaluation from all processes. The
 thread works for at most a hundredth of the time. Nothing that fails here ends a run: it is one warning.
 """
 

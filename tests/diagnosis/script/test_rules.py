@@ -85,7 +85,7 @@ def test_on_a_gpu_a_line_costs_what_the_gpu_idles() -> None:
     seen = [["other", "/s/train.py", 88, 90], ["other", "", 0, 10], ["forward", "/s/train.py", 80, 50]]
     idle = {"host_other_ms": 40.0, "late_ms": 15.0, "data_ms": 0.0}
     one = found(message({"gpu": True, "workers": 4}, seen, **idle, **USED))["host-line"]
-    assert "train.py:88 stops the host in every step (36.0 ms); the GPU then idles 15.0 ms" in one.text
+    assert "train.py:88 blocks the host in every step (36.0 ms); the GPU is then idle for 15.0 ms" in one.text
     assert one.saving == pytest.approx(0.15)
     never_idle = {**idle, "late_ms": 0.0}
     assert "host-line" not in found(message({"gpu": True, "workers": 4}, seen, **never_idle, **USED))

@@ -1,4 +1,4 @@
-"""The rules: each is a pure function of the figures and returns the reasons that it finds; one module per subject."""
+"""The rules, one module per subject: pure functions of the figures that return the reasons that they find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about what happens between steps: evaluations and saves that take a large part of the time."""
+"""Rules about what happens between steps: evaluations and checkpoints that take a large part of the time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def evaluation_heavy(figures: Figures) -> Iterator[Slowdown]:
     now = figures.setting("train.eval_every") or 0
     factor = _rarer(share, EVALUATION_AIM)
     flag = figures.flag("train.eval_every", f"{now * factor:g}") if now else ""
-    text = (
-        f"evaluations take {percent(share)} of the time ({ms(taken)} for each step of {ms(figures.step_ms)})"
-    )
+    text = f"evaluations take {percent(share)} of the time ({ms(taken)} per step of {ms(figures.step_ms)})"
     yield figures.slowdown(
         "evaluation", text, taken * (1 - 1 / factor), flag, "evaluate less often, or on fewer images"
     )
@@ -42,10 +40,13 @@ def checkpoint_heavy(figures: Figures) -> Iterator[Slowdown]:
         flag = figures.flag("checkpoint.every_steps", steps * factor)
     else:
         flag = figures.flag("checkpoint.every_epochs", f"{epochs * factor:g}") if epochs else ""
-    often = f", every {steps} steps" if steps else ""
-    text = f"saving takes {percent(share)} of the time ({ms(taken)} for each step of {ms(figures.step_ms)}{often})"
+    often = f", every {f'{steps} steps' if steps > 1 else 'step'}" if steps else ""
+    cost = f"{ms(taken)} per step of {ms(figures.step_ms)}{often}"
+    text = f"saving checkpoints takes {percent(share)} of the time ({cost})"
     saved = (taken + _guards_of_saves(figures, steps)) * (1 - 1 / factor)
-    yield figures.slowdown("checkpoint", text, saved, flag, "save less often, or to a faster disk")
+    yield figures.slowdown(
+        "checkpoint", text, saved, flag, "save checkpoints less often, or to a faster disk"
+    )
 
 
 def _guards_of_saves(figures: Figures, steps: int) -> float:

@@ -12,7 +12,7 @@ from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
 COLD_WORTH, COLD_TIMES = 0.05, 1.5
-"""A cold start is worth a sentence if it cost this fraction of all the time, and was this many times slower."""
+"""A cold start is reported if it cost this fraction of all the time, and was this many times slower."""
 DECAYED, DECAYED_IF_BUSY = 1.15, 2.0
 """A step at the end takes this many times what it took at the beginning. Programs that share cores and caches also
 make a step longer while it runs."""
@@ -48,17 +48,17 @@ def cold_start(figures: Figures) -> Iterator[Slowdown]:
     if times < COLD_TIMES or lost_s < COLD_WORTH * total:
         return
     text = (
-        f"epoch 1 was {times:.1f} times slower than the others: its steps waited {ms(waited)} longer for data, "
-        "which was not in memory yet"
+        f"epoch 1 was {times:.1f} times slower than later epochs: each step waited {ms(waited)} longer for data that "
+        "was not in memory yet"
     )
     disk = cold.mean("disk_mb_s")
     text += f" ({disk:,.0f} MB/s from the disk)" if disk >= 1 else ""
-    fix = "pack the data (`drumline pack DATA OUT`): a few large files are read faster; or use a local disk"
+    fix = "pack the data into a few large files (`drumline pack DATA OUT`), or use a local disk"
     yield figures.slowdown("cold-start", text, lost_s / total * figures.wall_ms, fix=fix)
 
 
 def decay(figures: Figures) -> Iterator[Slowdown]:
-    """Steps take longer and longer."""
+    """Steps become slower."""
     series = _usable(figures.steady)
     if len(series) < LEAST_INTERVALS or sum(each.steps for each in series) < LEAST_STEPS:
         return
@@ -74,7 +74,7 @@ def decay(figures: Figures) -> Iterator[Slowdown]:
     before, after = merged(series[:third]), merged(series[-third:])
     began = next(each for each, taken in zip(series, times, strict=True) if taken > (early + late) / 2)
     text = (
-        f"training became {percent(1 - early / late)} slower from epoch {before.epoch:.3g} to {after.epoch:.3g}, "
+        f"the speed fell by {percent(1 - early / late)} from epoch {before.epoch:.3g} to {after.epoch:.3g}, "
         f"most of it by epoch {began.epoch:.3g} ({rate(before.images_per_s, 'img')} to "
         f"{rate(after.images_per_s, 'img')}): {_cause(before, after)}"
     )
@@ -83,7 +83,7 @@ def decay(figures: Figures) -> Iterator[Slowdown]:
         "decay",
         text,
         lost / sum(each.steps for each in series),
-        fix="remove the cause; a resumed run shows whether a restart cures it",
+        fix="remove the cause; resume the run to see whether a restart restores the speed",
     )
 
 
@@ -101,7 +101,7 @@ def growing_memory(figures: Figures) -> Iterator[Slowdown]:
     if total and free:
         hours = free / per_step * figures.step_ms / 3.6e6
         when = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.0f} minutes"
-        text += f": the machine's {total / 1024:,.0f} GB are full in about {when}"
+        text += f": the machine's {total / 1024:,.0f} GB will be full in about {when}"
     fix = "look for a list or a cache that keeps tensors, such as losses without .item() or .detach()"
     yield figures.slowdown("memory", text, 0.0, fix=fix)
 
@@ -121,7 +121,7 @@ RULES = (cold_start, decay, growing_memory, growing_descriptors)
 
 
 def _usable(intervals: Sequence[Interval]) -> list[Interval]:
-    """Without those that are too short to say something."""
+    """The intervals that are long enough to be meaningful."""
     usual = median(each.steps for each in intervals)
     return [each for each in intervals if each.steps >= SHORT * usual]
 

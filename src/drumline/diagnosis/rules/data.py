@@ -1,4 +1,4 @@
-"""Rules about data: steps wait for batches, because of the disk, the decoding, the workers or the user's own code."""
+"""Rules about data: steps wait for batches because of the disk, decoding, the workers or the user's own code."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from drumline.diagnosis.figures import Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
 
 WAIT_WORTH = 0.1
-"""Fraction of a step that waits for data, above which it is worth a sentence. Below, it is often the end of an epoch
-or noise."""
+"""Fraction of a step spent waiting for data, above which it is reported. Less is often noise or an epoch's end."""
 INLINE_WORTH = 0.25
-"""The same if the step's own process makes the batch between two steps, which always takes some time."""
+"""The same if the process makes the batch itself between two steps, which always takes some time."""
 MAIN = 0.5
 """Fraction of the feed's time that makes something its limit."""
 MOST_WORKERS = 64
@@ -33,7 +32,7 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
         worth = max(worth, figures.mean("loop_queued"))
     if wait < worth * figures.step_ms:
         return
-    head = f"{figures.share(wait)} waits for data: the model could take {figures.speed_without(wait)}"
+    head = f"{figures.share(wait)} is spent waiting for data: the model could process {figures.speed_without(wait)}"
     spent = _parts(figures)
     main = max(spent, key=lambda name: spent[name])
     total = sum(spent.values())
@@ -72,15 +71,15 @@ def _parts(figures: Figures) -> dict[str, float]:
 
 
 def _disk(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> Slowdown:
-    evidence = f"the feed waits {ms(spent['disk'])} for files"
+    evidence = f"the feed waits {ms(spent['disk'])} per step for files"
     if figures.known("read_mb") and figures.step_ms:
-        evidence += f", which arrive at {sum(figures.get('read_mb')) / figures.step_ms * 1e3:,.0f} MB/s"
+        evidence += f"; it reads {sum(figures.get('read_mb')) / figures.step_ms * 1e3:,.0f} MB/s"
         needed = sum(figures.get("read_mb")) / max(figures.step_ms - wait, 1e-9) * 1e3
-        evidence += f"; {needed:,.0f} MB/s are needed"
+        evidence += f" and needs {needed:,.0f} MB/s"
     gained, flag = min(wait, spent["disk"]), ""
     fix = (
         "move the data to a faster or local disk, or pack it into a few large files: "
-        "`drumline pack DATA OUT`, then data.path=OUT"
+        "`drumline pack DATA OUT`, then set data.path=OUT"
     )
     # The number of native threads that read files does not depend on data.workers.
     if figures.fact("pool") == "processes" or figures.own_code("data.source"):
@@ -90,7 +89,7 @@ def _disk(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> 
         flag = figures.flag("data.workers", wanted) if wanted > workers else ""
         if flag:
             gained = min(wait, spent["disk"] * (1 - workers / wanted))
-            fix = f"{wanted} workers wait for more files at a time; if the disk cannot deliver more, {fix}"
+            fix = f"{wanted} workers read more files at once; if the disk is already at its limit, {fix}"
     return figures.slowdown("disk", f"{head}. The disk is the limit: {evidence}", gained, flag, fix)
 
 
@@ -106,7 +105,7 @@ def _make(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> 
         by = f"{workers} {'workers' if workers != 1 else 'worker'}" if workers else "the feed without workers"
         return figures.slowdown(
             "workers",
-            f"{head}. {by[0].upper()}{by[1:]} cannot make more: {decoding}{cores}",
+            f"{head}. {by[0].upper()}{by[1:]} cannot keep up: {decoding}{cores}",
             saved,
             figures.flag("data.workers", wanted),
             f"use {wanted} workers",
@@ -115,8 +114,8 @@ def _make(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> 
     used = f", and {busy:.1f} of {figures.cores} cores are busy" if figures.known("busy_cores") else ""
     flag = figures.flag("data.decode", "auto") if figures.on_gpu else ""
     fix = (
-        "store smaller images: `drumline pack DATA OUT --resize-short 256`, or with --raw no decoding; "
-        "then data.path=OUT"
+        "store smaller images (`drumline pack DATA OUT --resize-short 256`) or decoded ones (`--raw`), then set "
+        "data.path=OUT"
     )
     return figures.slowdown(
         "decode", f"{head}. Decoding is the limit: {decoding}{used}", min(wait, spent["make"]), flag, fix
@@ -152,7 +151,7 @@ def _feed(figures: Figures, head: str, wait: float, spent: dict[str, float]) -> 
         "feed",
         f"{head}. The feed's time: {listed}",
         min(wait, spent["feed"]),
-        fix="larger batches make its Python count less; a simpler augmentation is made faster",
+        fix="use larger batches, which need less Python per image, or a simpler augmentation",
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules about a GPU: launches, copies, clocks, power; and parts of the step that a setting makes cheaper."""
+"""Rules about a GPU: launches, copies, clocks, power; and about the teacher and the optimizer."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def launch_bound(figures: Figures) -> Iterator[Slowdown]:
     if figures.known("gpu_use") and idle < IDLE_WORTH:
         return
     text = (
-        f"the GPU waits for launches: the host needs {ms(launching)} to start the work of a step, in which the GPU "
-        f"takes {ms(compute)}"
+        f"the GPU waits for launches: the host needs {ms(launching)} to launch a step's kernels, the GPU "
+        f"{ms(compute)} to run them"
     )
-    text += f" and is busy for {percent(1 - idle)} of the time" if figures.known("gpu_use") else ""
+    text += f"; the GPU is busy for {percent(1 - idle)} of the time" if figures.known("gpu_use") else ""
     why_not = figures.fact("not_captured", "")
     text += f"; no CUDA graph: {why_not}" if why_not else ""
     if where := own_line(figures):
-        text += f"; of your own code, the host is most often in {where}"
+        text += f"; in your own code, the host is most often at {where}"
     flag = figures.flag("train.capture", "auto") if figures.setting("train.capture") == "off" else ""
     flag = flag or figures.flag("train.compile", True)
     yield figures.slowdown(
-        "launch", text, idle * compute, flag, "capture or compile the step, or enlarge the batch"
+        "launch", text, idle * compute, flag, "capture or compile the step, or use a larger batch"
     )
 
 
@@ -58,9 +58,9 @@ def copies(figures: Figures) -> Iterator[Slowdown]:
         return
     text = (
         f"copies to the GPU take {percent(copy / figures.step_ms)} of each step ({ms(copy)}) and do not overlap with "
-        "computing"
+        "computation"
     )
-    fix = "augment less on the GPU, or copy smaller batches: images are uint8 until they are on the GPU"
+    fix = "augment less on the GPU, or copy smaller batches (images are copied as uint8)"
     if figures.fact("pinned") is False:
         text += ": batches are not pinned"
         fix = "DataLoader(pin_memory=True) and .to(device, non_blocking=True)"
@@ -68,7 +68,7 @@ def copies(figures: Figures) -> Iterator[Slowdown]:
 
 
 def held_back(figures: Figures) -> Iterator[Slowdown]:
-    """Clocks that temperature or the power limit hold back."""
+    """Clocks that are throttled by temperature or the power limit."""
     for name, code, why in (
         ("gpu_hot", "thermal", "temperature"),
         ("gpu_capped", "power", "power limit"),
@@ -79,7 +79,7 @@ def held_back(figures: Figures) -> Iterator[Slowdown]:
             continue
         of = f" of rank {rank}" if figures.ranks > 1 else ""
         text = (
-            f"the GPU{of} is held back by its {why} for {percent(values[rank])} of the time: its clock is at "
+            f"the GPU{of} is throttled by its {why} for {percent(values[rank])} of the time: its clock is at "
             f"{percent(clocks[rank])} of its maximum"
         )
         if code == "thermal":
@@ -88,7 +88,7 @@ def held_back(figures: Figures) -> Iterator[Slowdown]:
         else:
             watts, limit = figures.get("gpu_watts")[rank], figures.get("gpu_watts_limit")[rank]
             text += f", at {watts:.0f} of {limit:.0f} W"
-            fix = "raise the limit if the card allows it (nvidia-smi -pl); else this is what the card can do"
+            fix = "raise the limit if the card allows it (nvidia-smi -pl); otherwise the card cannot do more"
         yield figures.slowdown(code, text, 0.0, fix=fix)
 
 
@@ -97,9 +97,9 @@ def teacher(figures: Figures) -> Iterator[Slowdown]:
     taken = _part(figures, TEACHER)
     if taken < TEACHER_WORTH * figures.step_ms or figures.setting("distill.cache"):
         return
-    text = f"the teacher takes {figures.share(taken)}: without it, {figures.speed_without(taken)}"
+    text = f"the teacher takes {figures.share(taken)}: without it, the speed would be {figures.speed_without(taken)}"
     flag = figures.flag("distill.cache", "teacher-cache")
-    fix = "later runs with the same data and teacher read its outputs from the cache that the next run fills"
+    fix = "the next run fills the cache with the teacher's outputs; later runs with the same data read them from it"
     yield figures.slowdown("teacher", text, taken, flag, fix if flag else "use a smaller teacher")
 
 
@@ -109,7 +109,7 @@ def optimizer(figures: Figures) -> Iterator[Slowdown]:
         return
     name = figures.setting("optim.name")
     unfused = figures.fact("fused") is False
-    flag, fix = "", "a larger batch needs fewer updates"
+    flag, fix = "", "use a larger batch, which needs fewer updates per epoch"
     if name in FUSED and "fused" not in " ".join(figures.setting("optim.args")):
         given = ",".join((*figures.setting("optim.args"), "fused:true"))
         flag, unfused = figures.flag("optim.args", given), True

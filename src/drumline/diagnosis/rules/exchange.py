@@ -1,4 +1,4 @@
-"""Rules about several processes: one that is slower than the others, and gradients that are waited for."""
+"""Rules about several processes: one that is slower than the others, and waiting for gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGER = 2
 
 
 def slow_rank(figures: Figures) -> Iterator[Slowdown]:
-    """By what each rank does before it waits for the others: the exchange makes their steps equally long."""
+    """Compares what each rank does before it waits for the others: the exchange makes all steps equally long."""
     if figures.ranks < 2:
         return
     own = [_own_work(figures, rank) for rank in range(figures.ranks)]
@@ -33,24 +33,24 @@ def slow_rank(figures: Figures) -> Iterator[Slowdown]:
     parts = {part: _excess(figures, part, slow) for part in HOST_PARTS if part != EXCHANGE}
     part = max(parts, key=lambda name: parts[name])
     text = (
-        f"rank {slow} {_slower(own[slow], usual)} the others, which wait for it: {ms(own[slow])} of its own work in "
-        f"each step against {ms(usual)}. Its excess is in {part} ({ms(parts[part])} of {ms(excess)})"
+        f"rank {slow} {_slower(own[slow], usual)} the others, which wait for it: {ms(own[slow])} of its own work per "
+        f"step, against {ms(usual)}. The extra time is in {part} ({ms(parts[part])} of {ms(excess)})"
     )
     if where := own_line(figures, slow):
-        text += f", in {where}"
+        text += f", at {where}"
     if part == DATA:
-        fix = "look at the disk and the cores of its machine"
+        fix = "check the disk and the cores of its machine"
     elif slow == 0:
-        fix = "look for what only rank 0 does, such as logging, printing or saving"
+        fix = "check what only rank 0 does, such as logging, printing or saving"
     elif where:
-        fix = "look at what this rank alone does there"
+        fix = "check what only this rank does there"
     else:
         fix = "look for other programs on its machine or GPU, and for lower clocks"
     yield figures.slowdown("rank-0" if slow == 0 else "slow-rank", text, excess, fix=fix)
 
 
 def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
-    """What even the rank that is waited for waits: the exchange itself, as far as no backward covers it."""
+    """Even the slowest rank waits: for the part of the exchange that does not overlap with backward."""
     if figures.ranks < 2:
         return
     on_device = figures.on_gpu and figures.known(f"device_{EXCHANGE}_ms")
@@ -63,15 +63,16 @@ def exposed_exchange(figures: Figures) -> Iterator[Slowdown]:
     if exposed < EXCHANGE_WORTH * figures.step_ms:
         return
     text = (
-        f"the exchange of gradients adds {ms(exposed)} after backward, {percent(exposed / figures.step_ms)} of each "
-        "step, even on the rank that waits least"
+        f"exchanging gradients adds {ms(exposed)} after backward, {percent(exposed / figures.step_ms)} of each step, "
+        "even on the rank that waits least"
     )
     yield figures.slowdown(
         "exchange",
         text,
         exposed * (1 - 1 / LARGER),
         figures.larger_batch(LARGER),
-        "a larger batch exchanges as much for more images, with the learning rate that it needs; or fewer processes",
+        "use a larger batch, which exchanges the same amount for more images, and adapt the learning rate; or use "
+        "fewer processes",
     )
 
 
@@ -79,14 +80,16 @@ RULES = (slow_rank, exposed_exchange)
 
 
 def _slower(time_ms: float, usual: float) -> str:
+    if usual < 0.1:
+        return "takes far longer than"
     if time_ms < 2 * usual:
         return f"is {percent(time_ms / usual - 1)} slower than"
-    return f"takes {time_ms / max(usual, 0.1):.{0 if time_ms >= 10 * usual else 1}f} times as long as"
+    return f"takes {time_ms / usual:.{0 if time_ms >= 10 * usual else 1}f} times as long as"
 
 
 def _own_work(figures: Figures, rank: int) -> float:
     """A step of this rank alone: without waiting for the others, or for a core."""
-    return figures.busy(rank) - figures.get("loop_queued")[rank] * figures.whole.walls[rank]
+    return max(0.0, figures.busy(rank) - figures.get("loop_queued")[rank] * figures.whole.walls[rank])
 
 
 def _excess(figures: Figures, part: str, slow: int) -> float:

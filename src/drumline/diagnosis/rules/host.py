@@ -1,4 +1,4 @@
-"""Rules about the host: what the loop does between and inside steps other than computing."""
+"""Rules about the host: what the loop does besides computing, inside and between steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUEUE_WORTH = 0.25
 OVERCOMMITTED = 2.0
 """Threads that compute, for each core."""
 OWN_LINE_WORTH = 0.1
-"""Fraction of the looks that find the loop in one line of the user's code, above which the line is named."""
+"""Fraction of the samples that find the loop in one line of the user's code, above which the line is named."""
 LARGER = 4
 """The advised batch, in batches of now."""
 OVERHEAD_SURE = 0.6
@@ -41,11 +41,15 @@ def logging(figures: Figures) -> Iterator[Slowdown]:
         return
     every = figures.setting("train.log_every") or 0
     rarer = max(50, 10 * every)
-    text = f"logging takes {figures.share(taken)}" + (f", with a line every {every} steps" if every else "")
+    text = f"logging takes {figures.share(taken)}" + (f", with a line every {_steps(every)}" if every else "")
     saved = taken * (1 - every / rarer) if every else taken
     flag = figures.flag("train.log_every", rarer) if every else ""
     yield figures.slowdown(
-        "logging", text, saved, flag, "log less often, and read no value from the device to log it"
+        "logging",
+        text,
+        saved,
+        flag,
+        "log less often, and do not read values from the device just to log them",
     )
 
 
@@ -66,10 +70,10 @@ def guards(figures: Figures) -> Iterator[Slowdown]:
         return
     yield figures.slowdown(
         "guards",
-        f"guards take {figures.share(taken)}, with fingerprints every {every} steps",
+        f"guards take {figures.share(taken)}, with fingerprints every {_steps(every)}",
         saved,
         figures.flag("guard.every", max(100, 10 * every)),
-        "compare fingerprints less often",
+        "take fingerprints less often",
     )
 
 
@@ -85,12 +89,12 @@ def stalled(figures: Figures) -> Iterator[Slowdown]:
     parts = [part for part in HOST_PARTS if part not in (DATA, EXCHANGE)]
     longest = max(parts, key=lambda part: figures.mean(f"host_{part}_ms"))
     text = (
-        f"the loop does nothing for {figures.share(stall)}: it neither computes nor waits for data or another "
+        f"the loop sleeps for {figures.share(stall)}: it neither computes nor waits for data or another "
         f"process. The longest part is {longest} ({ms(figures.mean(f'host_{longest}_ms'))})"
     )
     named = figures.own_code("train.loss", "model.name", "optim.name", "distill.method")
     if where:
-        text += f"; most of it in {where}"
+        text += f"; most of it at {where}"
     elif named:
         text += f"; your own code in the step: {', '.join(named)}"
     fix = "look there for a sleep, a request, a print, a file or a lock, and move it out of the step"
@@ -111,20 +115,23 @@ def own_loss(figures: Figures) -> Iterator[Slowdown]:
 
 
 def late_host(figures: Figures) -> Iterator[Slowdown]:
-    """The device waits for the host although its batch is there."""
+    """The device waits for the host although its batch is ready."""
     late = figures.mean("late_ms")
     if not figures.on_gpu or late < LATE_WORTH * figures.step_ms:
         return
     between = (LOG, GUARDS, OTHER, COMPUTE)
     longest = max(between, key=lambda part: figures.mean(f"host_{part}_ms"))
     text = (
-        f"the GPU waits {figures.share(late)} for the host, although its batch is there. Of what the host does "
-        f"between two steps, {longest} takes longest ({ms(figures.mean(f'host_{longest}_ms'))})"
+        f"the GPU waits for the host for {figures.share(late)}, although its batch is ready. The longest part of "
+        f"the host's work between two steps is {longest} ({ms(figures.mean(f'host_{longest}_ms'))})"
     )
     if where := own_line(figures):
-        text += f"; of your own code, {where}"
+        text += f"; in your own code, the host is most often at {where}"
     yield figures.slowdown(
-        "late-host", text, late, fix="look for .item(), print or files in your own code between two steps"
+        "late-host",
+        text,
+        late,
+        fix="look for .item(), print or file access in your own code between two steps",
     )
 
 
@@ -140,19 +147,17 @@ def small_batch(figures: Figures) -> Iterator[Slowdown]:
         return
     text = (
         f"a step of {rank_batch:.0f} images{' per process' if figures.ranks > 1 else ''} takes "
-        f"{ms(figures.step_ms)}, of which {ms(fixed)} ({percent(fixed / figures.step_ms)}) do not depend on the "
-        f"batch: {ms(figures.fixed_ms)} for optimizer, logging and Python"
+        f"{ms(figures.step_ms)}, of which {ms(fixed)} ({percent(fixed / figures.step_ms)}) does not depend on the "
+        f"batch size: {ms(figures.fixed_ms)} for the optimizer, logging and Python"
     )
     if launching:
-        text += (
-            f", {ms(launching)} in forward and backward, which an evaluation in large batches does not need"
-        )
+        text += f", and {ms(launching)} in forward and backward that evaluations in large batches avoid"
     yield figures.slowdown(
         "small-batch",
         text,
         fixed * (1 - 1 / LARGER),
         figures.larger_batch(LARGER),
-        "a larger batch, with the learning rate that it needs (optim.lr_scaling)",
+        "use a larger batch, and adapt the learning rate (optim.lr_scaling)",
     )
 
 
@@ -166,17 +171,17 @@ def too_many_threads(figures: Figures) -> Iterator[Slowdown]:
     own_share = max(1, cores // figures.local_ranks)
     if all_threads < OVERCOMMITTED * cores + figures.local_ranks or max(threads, workers) <= own_share:
         return
-    text = f"{all_threads} threads compete for {cores} cores: {threads} that compute"
+    text = f"{all_threads} threads compete for {cores} cores: {threads} compute threads"
     text += f" and {workers} workers" if workers else ""
     text += f" in each of {figures.local_ranks} processes" if figures.local_ranks > 1 else ""
     if figures.known("queued_cores"):
         queued = sum(figures.get("queued_cores"))
-        text += f"; {queued:.1f} of them wait for a core at any time"
+        text += f"; on average, {queued:.1f} of them wait for a core"
     if threads > own_share:
         flag = figures.flag("parallel.threads", own_share)
     else:
         flag = figures.flag("data.workers", own_share)
-    yield figures.slowdown("threads", text, 0.0, flag, f"use {own_share}")
+    yield figures.slowdown("threads", text, 0.0, flag, f"use at most {own_share} per process")
 
 
 def busy_machine(figures: Figures) -> Iterator[Slowdown]:
@@ -186,10 +191,10 @@ def busy_machine(figures: Figures) -> Iterator[Slowdown]:
     others, queued = figures.other_cores, figures.mean("loop_queued")
     text = (
         f"other programs use {others:.1f} of {figures.fact('machine_cores', figures.cores)} cores: the loop waits "
-        f"for a core for {percent(queued)} of its time"
+        f"for a core for {percent(queued)} of the time"
     )
     saved = queued * figures.wall_ms * others / max(others + figures.own_cores, 1e-9)
-    yield figures.slowdown("machine-busy", text, saved, fix="end them, or run them elsewhere")
+    yield figures.slowdown("machine-busy", text, saved, fix="stop them, or run them elsewhere")
 
 
 RULES = (
@@ -266,6 +271,10 @@ def _unimportant(figures: Figures, taken: float, worth: float) -> bool:
     """On a GPU, what the host does between two steps costs at most what the device waits for it."""
     cost = min(taken, figures.mean("late_ms")) if figures.on_gpu else taken
     return cost < worth * figures.step_ms
+
+
+def _steps(every: int) -> str:
+    return f"{every} steps" if every > 1 else "step"
 
 
 def _waits_for_core(figures: Figures) -> bool:

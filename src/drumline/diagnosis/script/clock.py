@@ -2,9 +2,9 @@
 
     clock = drumline.clock(loader, model, optimizer)
 
-Promises: the loop stays as it is, takes the same steps with the same bits, and waits for nothing: on a GPU events are
-read late. A step costs about ten microseconds. Ranks exchange their times through the store of the process group, not
-by collectives. A loop that is interrupted or fails is reported as far as it came. `close` removes every hook.
+Promises: the loop stays as it is, takes the same steps with the same bits, and never waits: on a GPU, events are read
+later. A step costs some tens of microseconds. Ranks exchange their times through the store of the process group, not
+by collectives. A loop that is interrupted or fails is reported up to that point. `close` removes every hook.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ def clock(
     every: float = 0.0,
     report: bool = True,
 ) -> Clock:
-    """Times a training loop until `close`, or until the process ends, and then prints why it is slow.
+    """Times a training loop until `close` or the end of the process, then prints why it is slow.
 
     Call it on every rank, in the thread of the loop, after wrapping the model and creating the optimizer.
 
     Args:
         loader: The loader that the loop trains on, or a list of them. The loop over a DataLoader stays as it is.
-            Anything else is iterated as `for batch in clock`.
+            Iterate anything else as `for batch in clock`.
         model: The model as the loop calls it, usually wrapped in DDP.
-        optimizer: The optimizer, or all of them. Steps are those of the first.
-        every: Print where the time goes every so many seconds.
+        optimizer: The optimizer, or a list of them; the first one counts the steps.
+        every: Seconds between progress lines; 0: none.
         report: Print the verdict at the end.
     """
     optimizers = [with_hooks(each, "clock") for each in _several(optimizer, Optimizer)]
@@ -156,8 +156,8 @@ class Clock:
         return len(self._loaders[0])
 
     def verdict(self) -> Verdict:
-        """Why the loop is slow, as far as is known now: of other ranks, what they reported some seconds ago. After
-        `close`, the first rank knows the times of all."""
+        """Why the loop is slow so far. Other ranks reported their times a few seconds ago; after `close`, the first
+        rank has the final ones."""
         if self._open:
             self._look()
             if self._peers.size == 1:  # otherwise only steps after which the intervals of all ranks end

@@ -1,7 +1,7 @@
-"""The times of a loop in a bounded number of intervals, and what the machine was used for in each.
+"""The times of a loop in a bounded number of intervals, with the use of the machine in each.
 
 Promises: the steps at which an interval ends depend on the number of steps alone, so they are the same on every rank.
-The first interval has the first steps, which include what happens only once. Memory is bounded: when there are too
+The first interval has the first steps, which include one-time work. Memory is bounded: when there are too
 many intervals, neighbours are joined.
 """
 

@@ -1,7 +1,7 @@
 """What a user's loader does: its settings, whether batches are ready when the loop asks, and what its workers use.
 
 Promises: reads the counters of torch's own iterators and takes nothing from them. A torch whose iterators look
-different, or any other loader, gives less to know, never an error.
+different, or any other loader, gives fewer facts, never an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which part of a step a user's loop is in, from the calls that it makes of torch.
+"""Which part of a step a user's loop is in, from its calls of torch.
 
 Promises: waits for no device and no rank, and changes no tensor. Only the thread that created it is counted. Hooks
 are outside compiled code. An evaluation begins when the loop opens another loader or calls the model in eval mode

@@ -1,7 +1,7 @@
-"""The rules that only a user's own loop needs: its DataLoader, and its lines of code between the parts of a step.
+"""Rules for a user's own loop: its DataLoader, and its lines of code outside the model.
 
-Promises: pure. A change is written as it is typed in the script. A number of workers is only advised if there are
-cores for them.
+Promises: pure. Writes a change as it is typed in the script. Recommends a number of workers only if there are cores
+for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drumline.diagnosis.slowdown import Slowdown
 LINE = "host-line"
 """The code of a slow line of the script."""
 WAIT_WORTH = 0.1
-"""Fraction of a step that waits for data, above which it is worth a sentence."""
+"""Fraction of a step spent waiting for data, above which it is reported."""
 INLINE_WORTH = 0.2
 """The same if the loop's own process makes the batches, which always takes some time."""
 START_WORTH = 0.05
@@ -32,11 +32,11 @@ IDLE_WORKER = 0.4
 ON_CORE = 0.1
 """Cores that a worker uses, below which they do not limit the number of workers."""
 SPARE_CORE = 0.5
-"""Of the cores that another worker needs, what need not be free: workers share."""
+"""The fraction of a core that need not be free for another worker, because workers share cores."""
 PER_CORE = 4
-"""Workers for each core of a rank that are advised at most, although they only wait."""
+"""The most workers to recommend for each core of a rank, even if they only wait."""
 TAKE_OVER_MS = 0.5
-"""What it takes the loop at least to get a batch from a worker."""
+"""The least time in which the loop receives a batch from a worker."""
 
 
 def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
@@ -51,27 +51,29 @@ def waiting_for_data(figures: Figures) -> Iterator[Slowdown]:
         worth = max(worth, figures.mean("loop_queued"))
     if wait < worth * figures.step_ms:
         return
-    head = f"{figures.share(wait)} waits for data: the model could take {figures.speed_without(wait)}"
+    head = f"{figures.share(wait)} is spent waiting for data: the model could process {figures.speed_without(wait)}"
     if workers is None:
-        yield figures.slowdown("data", head, wait, fix="make batches ahead, in other processes or threads")
+        yield figures.slowdown(
+            "data", head, wait, fix="prepare batches ahead of time, in other processes or threads"
+        )
     elif not workers:
         yield _inline(figures, head, wait)
     elif figures.mean("taking_ms") > TAKING * wait:
         fix = "return smaller or fewer tensors from the dataset (uint8 images, converted on the device)"
-        text = f"{head}. Batches are ready when the loop asks: taking them over is slow"
+        text = f"{head}. Batches are ready in time, but receiving them from the workers is slow"
         yield figures.slowdown("hand-over", text, wait, fix=fix)
     else:
         yield _saturated(figures, head, wait, workers)
 
 
 def loader_start(figures: Figures) -> Iterator[Slowdown]:
-    """Workers that are started anew for each pass."""
+    """Workers that are restarted for each pass over the data."""
     taken = figures.mean("loader_start_ms")
     if taken < START_WORTH * figures.wall_ms or not figures.fact("workers"):
         return
     text = (
-        f"{percent(taken / figures.wall_ms)} of the time starts the loader's "
-        f"{counted(figures.fact('workers'), 'worker')} again for each pass"
+        f"{percent(taken / figures.wall_ms)} of the time is spent restarting the loader's "
+        f"{counted(figures.fact('workers'), 'worker')} for each pass over the data"
     )
     yield figures.slowdown("loader-start", text, 0.9 * taken, "DataLoader(persistent_workers=True)")
 
@@ -97,8 +99,8 @@ def slow_line(figures: Figures) -> Iterator[Slowdown]:
         idle = min(cost, figures.mean("late_ms"))
         if idle < least:
             return
-        text = f"line {place} stops the host in every step ({ms(cost)}){where}; the GPU then idles {ms(idle)}"
-        fix = "read values of the device every hundred steps only, and log in the background"
+        text = f"line {place} blocks the host in every step ({ms(cost)}){where}; the GPU is then idle for {ms(idle)}"
+        fix = "read values from the device only every hundred steps, and log in the background"
         yield figures.slowdown(LINE, text, idle, fix=fix)
         return
     text = f"line {place} takes {ms(cost)} of each step ({percent(cost / figures.step_ms)}){where}"
@@ -134,7 +136,7 @@ def _inline(figures: Figures, head: str, wait: float) -> Slowdown:
     where = _in_dataset(figures)
     text = f"{head}. The loop makes each batch itself (num_workers=0){where}"
     if not wanted:
-        fix = "all cores are busy: make samples cheaper, or do once what is the same in each epoch"
+        fix = "all cores are busy: do less work per sample, or store results that are the same in every epoch"
         return figures.slowdown("decode", text, wait, fix=fix)
     after = max(figures.step_ms - wait + TAKE_OVER_MS, wait / wanted, _cores_ms(figures))
     return figures.slowdown(
@@ -143,7 +145,7 @@ def _inline(figures: Figures, head: str, wait: float) -> Slowdown:
 
 
 def _saturated(figures: Figures, head: str, wait: float, workers: int) -> Slowdown:
-    """The workers cannot make more."""
+    """The workers cannot keep up."""
     used = figures.mean("loader_cores") / workers
     known = figures.known("loader_cores")
     wants = used
@@ -151,17 +153,17 @@ def _saturated(figures: Figures, head: str, wait: float, workers: int) -> Slowdo
         wants = used / max(1 - figures.mean("loop_queued"), 0.1)
     making = figures.step_ms  # of each batch, by all workers together: they limit the steps
     wanted = workers + _workers(figures, making, min(wants, 1.0) if known else 1.0, now=workers)
-    busy = f", each on a core {percent(min(used, 1.0))} of the time" if known else ""
-    text = f"{head}. {counted(workers, 'worker')} cannot make more{busy}"
+    busy = f", each busy {percent(min(used, 1.0))} of the time" if known else ""
+    text = f"{head}. {counted(workers, 'worker')} cannot keep up{busy}"
     if wanted > workers:
         after = max(figures.step_ms - wait, making * workers / wanted, _cores_ms(figures))
         return figures.slowdown("workers", text, figures.step_ms - after, f"DataLoader(num_workers={wanted})")
     if known and wants < IDLE_WORKER:
-        text += ": they wait, for the disk or the network"
+        text += ": they wait for the disk or the network"
         return figures.slowdown(
             "disk", text, wait, fix="use a faster or local disk, or fewer and larger files"
         )
-    fix = "make samples cheaper: smaller stored images, fewer or simpler transforms"
+    fix = "do less work per sample: store smaller images, use fewer or simpler transforms"
     return figures.slowdown("decode", f"{text}, and no core is free", wait, fix=fix)
 
 

@@ -1,6 +1,6 @@
-"""The verdict on a user's own loop, in its own words: settings of a DataLoader and lines of a script.
+"""The verdict on a user's own loop, in terms of its DataLoader and its lines of code.
 
-Promises: pure. The rules are those of `drumline why`; only what makes batches is judged by other ones.
+Promises: pure. Uses the rules of `drumline why`, except for data, which has rules of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def progress_line(message: Mapping[str, Any]) -> str:
     """One line on one rank, up to now."""
     evidence = evidence_of([message])
     if not evidence.intervals:
-        return "drumline.clock: no step was timed yet"
+        return "drumline.clock: no step has been timed yet"
     found = diagnose_script(evidence)
     step = f"drumline.clock, step {evidence.intervals[-1].step:,}: {_summary(Figures(evidence))}"
     return f"{step}; {found[0].code}: {found[0].flag or found[0].fix}" if found else step
@@ -77,11 +77,11 @@ def _in_script_words(found: Slowdown) -> Slowdown:
 
 
 _ADVICE = {
-    "small-batch": ("", "a larger batch, with a learning rate to match"),
-    "threads": ("", "call torch.set_num_threads with the cores of each process"),
-    "cold-start": ("", "keep the data in few large files, or on a local disk"),
+    "small-batch": ("", "use a larger batch, and adapt the learning rate"),
+    "threads": ("", "call torch.set_num_threads with the number of cores per process"),
+    "cold-start": ("", "keep the data in a few large files, or on a local disk"),
     "launch": ("", "torch.compile the model, capture the step in a CUDA graph, or use a larger batch"),
-    "late-host": ("", "look for .item(), print or files between two steps"),
+    "late-host": ("", "look for .item(), print or file access between two steps"),
 }
 """The change and what to do, for findings whose own advice is a setting or a command of Drumline's."""
 _WITHOUT_LINE = ("stall", "late-host", "small-batch")

@@ -102,13 +102,13 @@ class _Tap:
 
 
 def listen(listener: Listener) -> None:
-    """Starts to notify a listener, and taps the functions that it needs."""
+    """Starts notifying a listener, and taps the functions that it needs."""
     _LISTENERS.append(listener)
     _tap_and_restore()
 
 
 def unlisten(listener: Listener) -> None:
-    """Stops to notify a listener, and restores the functions that no other one needs."""
+    """Stops notifying a listener, and restores the functions that no other listener needs."""
     _LISTENERS.remove(listener)
     _tap_and_restore()
 
