@@ -229,6 +229,8 @@ def common_block(layers: Sequence[Layer]) -> str:
 
 
 HIDDEN_KINDS = ("dropout", MASK)
-HIDDEN_SETTINGS = ("momentum", "rate", "dropout")
+HIDDEN_SETTINGS = ("momentum", "rate", "form", "dropout")
 """Layers and settings that do not change the values that are compared: nothing is dropped out there, and running
 statistics are those before the step."""
+FINE_SETTINGS = ("eps", "approximate")
+"""Settings whose effect may be smaller than the tolerance of that comparison."""
