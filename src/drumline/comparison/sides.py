@@ -106,13 +106,11 @@ def open_sides(a: str, b: str, classes: int | Literal["auto"], trust: bool) -> S
             model = create_model(argument, classes=rows) if rows else model
             sides[1 - place] = Foreign(other.label, unwrapped_state(other.tensors, model))
         sides[place] = Side(argument, model)
-        sizes.insert(0 if place == 0 else len(sizes), usual_size(argument, model))
+        sizes.append(usual_size(argument, model))
     one, two = sides
     assert one is not None
     assert two is not None
-    return Sides(
-        one, two, min(sizes, default=_USUAL_SIZE) if len(set(sizes)) > 1 else (sizes or [_USUAL_SIZE])[0]
-    )
+    return Sides(one, two, min(sizes, default=_USUAL_SIZE))
 
 
 def tensors_of(side: Side | Foreign) -> Mapping[str, Tensor]:
