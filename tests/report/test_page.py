@@ -169,6 +169,17 @@ def test_of_many_classes_the_most_confused_ones_are_shown(tmp_path: Path) -> Non
     assert len(text) < 300_000
 
 
+def test_the_page_does_not_grow_with_very_many_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "a", tuple(f"kind {n}" for n in range(100)))
+    assert "All 100 classes" in document(run)[1].text
+    monkeypatch.setattr("drumline.report.quality.FOLDED", 30)
+    text, found = document(run)
+    assert "The 30 worst classes" in found.text
+    assert text.count('class="meter"') == 24 + 30
+
+
 def test_interruptions_are_counted(tmp_path: Path) -> None:
     log = (
         "2026-01-02 10:00:00  started: a",
