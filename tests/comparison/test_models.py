@@ -300,3 +300,70 @@ def test_timm_has_the_same_resnet50() -> None:
     _, verdict = compared(partial(create_model, "resnet50"), partial(create_model, "timm/resnet50"))
     assert verdict.equal
     assert any("initial weights are drawn differently: layer1.0.bn3.weight" in note for note in verdict.notes)
+
+
+class Dropping(nn.Module):
+    """Dropout in one of several places."""
+
+    def __init__(self, drop: str = "behind", kind: type[nn.Module] = nn.Dropout) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+        self.dropout, self.drop, self.out = kind(0.3), drop, nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        x = self.dropout(x.relu()) if self.drop == "behind" else x.relu()
+        y = self.two(x)
+        y = self.dropout(y) if self.drop == "branch" else y
+        y = (self.dropout(x) if self.drop == "skip" else x) + y
+        y = y.relu()
+        if self.drop == "between":  # a second ReLU changes nothing
+            y = self.dropout(y).relu()
+        y = y.mean((2, 3))
+        return self.out(self.dropout(y) if self.drop == "pooled" else y)
+
+
+PLACES = ("behind", "branch", "skip", "between", "pooled", "none")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("other", PLACES)
+def test_networks_that_differ_in_dropout_are_not_equal_although_their_values_are(
+    place: str, other: str
+) -> None:
+    _, verdict = compared(partial(Dropping, place), partial(Dropping, other))
+    assert verdict.equal is (place == other), verdict.sentence
+    assert place == other or "dropout" in verdict.sentence
+
+
+def test_dropping_whole_channels_is_not_dropping_values() -> None:
+    _, verdict = compared(Dropping, partial(Dropping, kind=nn.Dropout2d))
+    assert not verdict.equal
+    assert "dropout2d in B" in verdict.sentence
+
+
+class Single(nn.Module):
+    """Computes in fp32 whatever it is given."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.inner = Vision(**how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(x.float())
+        return logits
+
+
+@pytest.mark.parametrize("mistake", [{"eps": 1e-5}, {"gelu": "tanh"}])
+def test_a_difference_below_the_tolerance_is_a_difference(mistake: dict[str, Any]) -> None:
+    measured, verdict = compared(Single, partial(Single, **mistake))
+    assert measured.values.tolerance == measuring.SINGLE_TOLERANCE
+    assert not verdict.equal
+    assert next(iter(mistake)).replace("gelu", "approximate") in verdict.sentence
+
+
+def test_values_that_are_not_finite_on_one_side_are_not_equal() -> None:
+    one, huge = torch.ones(2), torch.tensor([1.0, float("inf")])
+    assert measuring.relative(one, huge) == measuring.relative(huge, one) == float("inf")
+    assert measuring.relative(huge, huge) == 0.0
+    assert measuring.relative(one, torch.tensor([1.0, float("nan")])) == float("inf")

@@ -167,6 +167,30 @@ def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatc
     assert f"install {package}" in caught.value.fix
 
 
+@pytest.mark.parametrize("package", ["torchvision", "timm"])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise RuntimeError('operator torchvision::nms does not exist')",
+        "raise OSError('libcudart.so.11.0: cannot open shared object file')",
+        "import no_such_dependency",
+        "from torch import no_such_name",
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_an_error_with_its_reason(
+    package: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(failure)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=f"{package} is installed, but importing it fails: ") as caught:
+        create_model(f"{package}/resnet18")
+    assert failure.split("'")[1] in str(caught.value) if "'" in failure else "no_such" in str(caught.value)
+    assert package in caught.value.fix
+
+
 def test_torchvisions_models_are_created_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
     models.list_models = lambda module: ["resnet18", "vit_b_16"]  # type: ignore[attr-defined]

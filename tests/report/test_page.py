@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zipfile
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from drumline.report.page import page, read_runs, write_page
-from drumline.report.record import EVALUATION, FOLDER, MISTAKES, read_evaluation, read_sheet
+from drumline.report.record import EVALUATION, FACTS, FOLDER, MISTAKES, read_evaluation, read_sheet
 from tests.report.run_folder import make_run
 
 VOID = {"meta", "link", "br", "img"}
@@ -137,6 +140,26 @@ def test_a_recorded_evaluation_that_the_log_does_not_have_is_not_shown(tmp_path:
     assert "mistakes" not in found.ids
 
 
+def test_the_predictions_of_a_step_that_was_trained_again_and_is_not_the_best_are_not_shown(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "a")
+    assert "confusions" in document(run)[1].ids
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    again = [
+        line.replace('"best": true', '"best": false') if '"step": 50' in line else line for line in lines
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(again) + "\n")
+    assert "confusions" not in document(run)[1].ids
+
+
+def test_odd_facts_cost_the_summary_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    (run / FOLDER / FACTS).write_text('{"parameters": [], "train_samples": "many", "epochs": {}}')
+    _, found = document(run)
+    assert {"summary", "confusions", "recipe"} <= {*found.ids}
+
+
 def test_of_many_classes_the_most_confused_ones_are_shown(tmp_path: Path) -> None:
     names = tuple(f"class {number}" for number in range(100))
     text, found = document(make_run(tmp_path / "a", names))
@@ -144,6 +167,17 @@ def test_of_many_classes_the_most_confused_ones_are_shown(tmp_path: Path) -> Non
     assert "All 100 classes" in found.text
     assert "top-5" in found.text
     assert len(text) < 300_000
+
+
+def test_the_page_does_not_grow_with_very_many_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "a", tuple(f"kind {n}" for n in range(100)))
+    assert "All 100 classes" in document(run)[1].text
+    monkeypatch.setattr("drumline.report.quality.FOLDED", 30)
+    text, found = document(run)
+    assert "The 30 worst classes" in found.text
+    assert text.count('class="meter"') == 24 + 30
 
 
 def test_interruptions_are_counted(tmp_path: Path) -> None:
@@ -212,3 +246,38 @@ def test_damaged_records_count_as_missing(tmp_path: Path) -> None:
     assert read_sheet(file) is None
     file.write_bytes(content.replace(b'"width": 16', b'"width": 1e9'))
     assert read_sheet(file) is None
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"labels": np.array([0, 2_000_000_000], np.int32)},
+        {"predictions": np.array([0, 2_000_000_000], np.int32)},
+        {"probabilities": np.array([0, 2**30], np.int32)},
+        {"probabilities": np.array([-5, 0], np.int32)},
+        {"step": np.arange(2)},
+        {"other": np.arange(2)},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_evaluation_has_count_as_missing(
+    tmp_path: Path, column: dict[str, np.ndarray]
+) -> None:
+    """A class of two thousand million would take all memory."""
+    run = make_run(tmp_path / "a")
+    sound = {"step": np.array(50), **dict.fromkeys(("labels", "predictions", "probabilities"), np.arange(2))}
+    for columns, readable in ((sound, True), (sound | column, False)):
+        np.savez(run / FOLDER / EVALUATION, **columns)  # type: ignore[arg-type]
+        assert (read_evaluation(run) is not None) is readable
+
+
+def test_an_array_that_claims_to_be_huge_counts_as_missing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    array = BytesIO()
+    np.save(array, np.arange(2))
+    claimed = array.getvalue().replace(b"(2,), }" + 15 * b" ", b"(888888888888888,), }".ljust(22))
+    assert claimed != array.getvalue()
+    with zipfile.ZipFile(run / FOLDER / EVALUATION, "w") as file:
+        for name in ("step", "labels", "predictions", "probabilities"):
+            file.writestr(f"{name}.npy", claimed)
+    assert read_evaluation(run) is None

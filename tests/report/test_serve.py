@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,6 +66,26 @@ def test_another_site_cannot_read_it_by_a_name_that_leads_here(tmp_path: Path) -
     with serving(make_run(tmp_path / "a")) as server:
         assert get(server, Host="evil.example")[0] == 403
         assert get(server, Host="localhost:99")[0] == 200
+        assert get(server, Host="[")[0] == 403
+        assert get(server, "//[x")[0] in (403, 404)
+
+
+def test_a_browser_that_leaves_and_a_run_that_is_deleted_print_no_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [BrokenPipeError("gone"), ValueError("odd\x1b[2J file")]
+    with serving(make_run(tmp_path / "a")) as server:
+        for error in errors:
+            with monkeypatch.context() as patch:
+                patch.setattr(server, "current", Mock(side_effect=error))
+                with pytest.raises(http.client.RemoteDisconnected):
+                    get(server)
+        assert get(server)[0] == 200
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "gone" not in said
+    assert said.count("odd") == 1
+    assert "\x1b" not in said
 
 
 def test_at_other_addresses_a_token_is_needed(tmp_path: Path) -> None:

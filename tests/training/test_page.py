@@ -136,6 +136,35 @@ def test_pages_take_at_most_a_hundredth_of_the_time(tmp_path: Path, monkeypatch:
     assert page.facts["pages"] == 2
 
 
+def test_a_page_that_fails_in_the_background_is_reported_by_the_loop_and_not_into_a_closed_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a run is closed before its page."""
+    monkeypatch.setattr("drumline.training.page.EXPECTED_S", 0.0001)
+    crashed: list[object] = []
+    monkeypatch.setattr("threading.excepthook", crashed.append)
+    said: list[str] = []
+    open_log = True
+
+    def log(text: str) -> None:
+        assert open_log
+        said.append(text)
+
+    (tmp_path / FOLDER).write_text("in the way")
+    sets: Any = None
+    page = RunPage(tmp_path, sets, single_process(torch.device("cpu")), 0, None, log, lambda: True, {})
+    seen: Any = None
+    page.evaluated(1, seen, best=False)
+    open_log = False
+    time.sleep(0.2)
+    assert not said
+    late: list[str] = []
+    page.close(late.append)
+    assert not crashed
+    assert len(late) == 1
+    assert "WARNING: the report of this run is not written" in late[0]
+
+
 def test_a_distilled_run_records_what_its_teacher_predicts(folder: Path) -> None:
     more = ("distill.teacher_weights=runs/one", "run.name=taught", "train.steps=8", "parallel.processes=2")
     done = drumline("distill", *command.TINY, *more, "train.epochs=1", folder=folder)

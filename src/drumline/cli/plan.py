@@ -259,7 +259,7 @@ def _measure(options: Options) -> Measurement:
     """Builds the model and measures the units between its cut points."""
     import torch
 
-    from drumline.models.registry import create_model
+    from drumline.models.registry import create_model, usual_size
     from drumline.parallel.pipeline.cut import cut_points, trace
     from drumline.parallel.pipeline.profile import profile
     from drumline.parallel.pipeline.split import check_stage_count, trainable_units
@@ -269,7 +269,7 @@ def _measure(options: Options) -> Measurement:
     model = create_model(options.cuts, options.classes).train()
     if measuring.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    size = _usual_size(options.cuts, model) if options.size == "auto" else options.size
+    size = usual_size(options.cuts, model) if options.size == "auto" else options.size
     measuring = replace(measuring, shape=(options.batch, 3, size, size))
     _check_size(options.cuts, model, size)
     traced = trace(model, sample=torch.empty(measuring.shape))
@@ -335,14 +335,3 @@ def _check_size(name: str, model: nn.Module, size: int) -> None:
         ) from error
     finally:
         model.train()
-
-
-def _usual_size(name: str, model: nn.Module) -> int:
-    """The side in pixels of the images that the model is usually trained on."""
-    from drumline.models.registry import IMAGENET, model_names
-
-    published = getattr(model, "pretrained_cfg", None)  # timm's
-    size = published.get("input_size") if isinstance(published, dict) else None
-    if size:
-        return int(size[-1])
-    return 32 if name in model_names() and name not in IMAGENET else 224

@@ -120,21 +120,16 @@ def _slides(
 ) -> list[tuple[list[Pair], list[Pair]]]:
     """The gap at each place that it can slide to, and all pairs then. The given place is first."""
     found = [(pairs[begin:end], pairs)]
-    now, first, last = list(pairs), begin, end
-    while first > 0 and None not in now[first - 1] and same(now[last - 1], now[first - 1]):
-        # The pair before the gap takes the gap's last layer, and its own layer becomes the gap's first.
-        above, below = now[first - 1], now[last - 1]
-        joined = (below[0], above[1]) if side == 1 else (above[0], below[1])
-        freed: Pair = (above[0], None) if side == 1 else (None, above[1])
-        now = [*now[: first - 1], freed, *now[first : last - 1], joined, *now[last:]]
-        first, last = first - 1, last - 1
-        found.append((now[first:last], now))
-    now, first, last = list(pairs), begin, end
-    while last < len(now) and None not in now[last] and same(now[first], now[last]):
-        above, below = now[first], now[last]
-        joined = (above[0], below[1]) if side == 1 else (below[0], above[1])
-        freed = (below[0], None) if side == 1 else (None, below[1])
-        now = [*now[:first], joined, *now[first + 1 : last], freed, *now[last + 1 :]]
-        first, last = first + 1, last + 1
-        found.append((now[first:last], now))
+    for way in (-1, 1):
+        now, first, last = list(pairs), begin, end
+        while True:
+            beside, far = (first - 1, last - 1) if way < 0 else (last, first)
+            if not 0 <= beside < len(now) or None in now[beside] or not same(now[far], now[beside]):
+                break
+            # The pair beside the gap takes the gap's farthest layer, and its own layer joins the gap.
+            pair, gap, now = now[beside], now[far], list(now)
+            now[far] = (gap[0], pair[1]) if side == 1 else (pair[0], gap[1])
+            now[beside] = (pair[0], None) if side == 1 else (None, pair[1])
+            first, last = first + way, last + way
+            found.append((now[first:last], now))
     return found

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from math import prod
 from statistics import median
 
+from drumline.comparison.differences import HIDDEN_KINDS
 from drumline.comparison.findings import Finding, find_structure
+from drumline.comparison.layers import IMAGE
 from drumline.comparison.measure import Measured
 from drumline.comparison.operators import ACTIVATIONS, ADDITION, MASK, NORMS
-from drumline.comparison.wording import times
+from drumline.comparison.wording import layer_text, times
 from drumline.core.text import counted, wrapped_lines
 
 
@@ -34,13 +36,13 @@ def judge(measured: Measured) -> Verdict:
     structure = find_structure(measured.a, measured.b, measured.differences, measured.stages)
     values, weights = measured.values, measured.weights
     one, other = (totals.parameters for totals in measured.totals)
-    visible = [each for each in structure if not each.hidden]
+    visible = [each for each in structure if each.visible]
     alike = measured.same_shapes and one == other
     equal_values = values.equal and alike
     notes: list[str] = []
     if equal_values:
-        notes += [f"without effect on the values: {each.text}" for each in visible]
-        structure = [each for each in structure if each.hidden]
+        notes += [f"without effect on the values: {each.text}" for each in structure if not each.hidden]
+        structure = [each for each in structure if each.hidden] or [*_dropped_elsewhere(measured)]
     findings = [*structure, *_unused(measured), *_value_findings(measured, bool(visible))]
     trained = weights is not None and weights.different > 0
     if trained and not equal_values and not visible and alike:
@@ -67,6 +69,20 @@ def judge(measured: Measured) -> Verdict:
     if costs := _consequences(measured):
         sentence += f": {costs}" if len(findings) <= 2 else f". Together: {costs}"
     return Verdict(False, sentence, tuple(findings), tuple(filter(None, notes)))
+
+
+def _dropped_elsewhere(measured: Measured) -> Iterator[Finding]:
+    """Partners that drop out behind layers that are no partners: where nothing is dropped, that cannot be seen."""
+    partner = measured.differences.partners | {IMAGE: IMAGE}
+    for i, j in measured.differences.partners.items():
+        one, other = measured.a[i], measured.b[j]
+        if one.kind in HIDDEN_KINDS and {partner.get(each) for each in one.sources} != {*other.sources}:
+            read = [
+                " and ".join("the images" if n == IMAGE else layer_text(layers[n]) for n in layer.sources)
+                for layer, layers in ((one, measured.a), (other, measured.b))
+            ]
+            text = f"{one.kind} ({one.name or 'the model'}) reads {read[0]} in A and {read[1]} in B"
+            yield Finding("wiring", text, (i,), hidden=True)
 
 
 def _value_findings(measured: Measured, visible: bool) -> Iterator[Finding]:
@@ -159,6 +175,7 @@ def _unchanged(measured: Measured, structure: Sequence[Finding]) -> str:
     touched |= {
         each for change in partners.changed for each in (measured.a[change.a].kind, measured.b[change.b].kind)
     }
+    touched |= {measured.a[n].kind for each in structure if each.code == "wiring" for n in each.layers}
     kinds = {layer.kind for layer in measured.a}
     changed = {key for change in partners.changed for key in change.settings}
     same = []

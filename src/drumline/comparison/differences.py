@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from drumline.comparison.align import Pair, align, slide
@@ -17,7 +18,6 @@ from drumline.comparison.operators import MASK, family
 
 Layers = Sequence[Layer]
 Changes = Mapping[str, tuple[Any, Any]]
-_ABSENT = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ def _changes(a: Layer, b: Layer) -> dict[str, tuple[Any, Any]]:
     if a.kind != b.kind:
         return {"kind": (a.kind, b.kind)}
     found = {
-        key: (a.settings.get(key, _ABSENT), b.settings.get(key, _ABSENT))
+        key: (a.settings.get(key), b.settings.get(key))
         for key in (*a.settings, *(key for key in b.settings if key not in a.settings))
-        if a.settings.get(key, _ABSENT) != b.settings.get(key, _ABSENT) and key != "in"
+        if a.settings.get(key) != b.settings.get(key) and key != "in"
     }
     if all(_depthwise(each) for each in (a, b)):
         found.pop("groups", None)
@@ -215,12 +215,8 @@ def _sharing(one: Layers, other: Layers, partner: Mapping[int, int], in_b: bool)
 
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:
     """The parts that all paths begin with."""
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return shared
+    shared = takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))
+    return [first for first, *_ in shared]
 
 
 def common_block(layers: Sequence[Layer]) -> str:
@@ -229,6 +225,8 @@ def common_block(layers: Sequence[Layer]) -> str:
 
 
 HIDDEN_KINDS = ("dropout", MASK)
-HIDDEN_SETTINGS = ("momentum", "rate", "dropout")
+HIDDEN_SETTINGS = ("momentum", "rate", "form", "dropout")
 """Layers and settings that do not change the values that are compared: nothing is dropped out there, and running
 statistics are those before the step."""
+FINE_SETTINGS = ("eps", "approximate")
+"""Settings whose effect may be smaller than the tolerance of that comparison."""

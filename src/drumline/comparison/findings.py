@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.comparison.differences import (
+    FINE_SETTINGS,
     HIDDEN_KINDS,
     HIDDEN_SETTINGS,
     Changed,
@@ -35,7 +36,9 @@ class Finding:
     layers: tuple[int, ...] = ()
     """Of A: where the table shows it. Layers that only B has are shown beside these."""
     hidden: bool = False
-    """It cannot be seen in the values that are compared."""
+    """Part of it cannot be seen in the values that are compared, so equal values do not refute it."""
+    visible: bool = True
+    """Part of it can, so it explains values that differ."""
 
 
 def find_structure(a: Layers, b: Layers, found: Differences, stages: Sequence[str]) -> list[Finding]:
@@ -97,7 +100,8 @@ def _missing(view: View, side: str, same: Sequence[Gap]) -> Finding:
         sums = [next(layers[n] for n in (gap.a or gap.b) if layers[n].kind == ADDITION) for gap in same]
         named = listed([each.name or "the model" for each in sums])
         many = f" ({counted(len(same), 'block')})" if len(same) > 3 else ""
-        return Finding("residual", f"{lacks} residual connection{extra} in {named}{many}", shown)
+        hidden, _ = _effect(row.kind for row in rest)
+        return Finding("residual", f"{lacks} residual connection{extra} in {named}{many}", shown, hidden)
     if len(rows) > 4 and any(row.parameters for row in rows):
         return Finding("block", _block_text(view, side, numbers), shown)
     after = ", so no gradient flows through it" if rows[0].kind == "detach" and side == "B" else ""
@@ -105,7 +109,13 @@ def _missing(view: View, side: str, same: Sequence[Gap]) -> Finding:
     if rows[0].kind == MASK and len(rows) == 1:
         what = f"{MASK} {_rates([layers[start] for start in starts])}"
     text = f"{lacks} {what} {_places(view, side, starts)}{after}"
-    return Finding(_code(rows[0].kind), text, shown, all(row.kind in HIDDEN_KINDS for row in rows))
+    return Finding(_code(rows[0].kind), text, shown, *_effect(row.kind for row in rows))
+
+
+def _effect(kinds: Iterable[str]) -> tuple[bool, bool]:
+    """`hidden` and `visible` of a finding about layers of these kinds."""
+    unseen = [kind in HIDDEN_KINDS for kind in kinds]
+    return any(unseen), not all(unseen)
 
 
 def _code(kind: str) -> str:
@@ -162,6 +172,7 @@ def _moved(view: View, gaps: list[Gap]) -> Iterator[Finding]:
             "moved",
             f"{text} is {view.after('A', one.a[0])} in A, but {view.after('B', other.b[0])} in B{many}",
             tuple(n for pair, _ in pairs for n in pair.a),
+            *_effect(view.a[n].kind for n in one.a),
         )
 
 
@@ -175,7 +186,7 @@ def _replaced(view: View, same: Sequence[Gap]) -> Finding:
         code,
         f"B has {series_text(theirs)} where A has {series_text(mine)}, {where}",
         tuple(n for each in same for n in each.a),
-        all(kind in HIDDEN_KINDS for kind in kinds),
+        *_effect(kinds),
     )
 
 
@@ -328,7 +339,8 @@ def _changes(view: View, changed: Sequence[Changed]) -> Iterator[Finding]:
                 next(iter(settings)).replace(" ", "-"),
                 f"{kind} {', '.join(texts)} ({where})",
                 shown,
-                all(key in HIDDEN_SETTINGS for key in settings),
+                any(key in (*HIDDEN_SETTINGS, *FINE_SETTINGS) for key in settings),
+                not all(key in HIDDEN_SETTINGS for key in settings),
             )
 
 
@@ -368,6 +380,12 @@ def _wiring(view: View) -> Iterator[Finding]:
             "wiring",
             f"{named} has different inputs: {reads[0]} in A, {reads[1]} in B{more}",
             tuple(each.a for each in same),
+            any(
+                view.a[n].kind in HIDDEN_KINDS
+                for each in same
+                for n in (each.a, *each.from_a, *(view.partner("B", j) for j in each.from_b))
+                if n is not None and n != IMAGE
+            ),
         )
 
 

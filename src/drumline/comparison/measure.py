@@ -341,12 +341,14 @@ def relative(one: Tensor, other: Tensor | None) -> float:
         return float("inf")
     if not one.numel():
         return 0.0
-    scale = max(float(one.abs().max()), float(other.abs().max()))
-    apart = float((one - other).abs().max())
-    if apart != apart:
-        both = bool(torch.equal(one.isnan(), other.isnan()))
-        return relative(one.nan_to_num(), other.nan_to_num()) if both else float("inf")
-    return apart / scale if scale else 0.0
+    finite = one.isfinite()
+    if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()) or not torch.equal(
+        finite, other.isfinite()
+    ):
+        return float("inf")
+    one, other = one[finite], other[finite]
+    scale = max(float(each.abs().max()) if each.numel() else 0.0 for each in (one, other))
+    return float((one - other).abs().max()) / scale if scale else 0.0
 
 
 def _times(

@@ -174,7 +174,7 @@ def read_operator(
     if bare in DROPOUTS:
         rate = float(given.get("p", 0.5))
         on = rate > 0 and given.get("training", True)
-        return Operator("dropout", {"rate": rate}, bool(given.get("inplace"))) if on else None
+        return Operator("dropout", {"rate": rate, "form": bare}, bool(given.get("inplace"))) if on else None
     if bare in NORMS:
         return Operator(NORMS[bare], _norm(bare, given))
     if "pool" in bare or bare in ("mean", "amax"):

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.comparison.measure import Side
 from drumline.config.sources import LIBRARIES, names_code
 from drumline.core.errors import UserError
-from drumline.models.registry import IMAGENET, canonical_name, create_model, model_names
+from drumline.models.registry import canonical_name, create_model, model_names, usual_size
 from drumline.state.pretrained import is_pretrained
 from drumline.state.weight_files import read_state, unwrapped_state
 from drumline.state.weights import classifier_rows, load_weights, record_of_weights, resolve_weights
 
 Kind = Literal["folder", "weights", "model"]
-_CIFAR_SIZE, _USUAL_SIZE, _CLASSES = 32, 224, 1000
+_USUAL_SIZE, _CLASSES = 224, 1000
 
 
 def kind_of(argument: str) -> Kind:
@@ -106,25 +106,13 @@ def open_sides(a: str, b: str, classes: int | Literal["auto"], trust: bool) -> S
             model = create_model(argument, classes=rows) if rows else model
             sides[1 - place] = Foreign(other.label, unwrapped_state(other.tensors, model))
         sides[place] = Side(argument, model)
-        sizes.insert(0 if place == 0 else len(sizes), _usual_size(argument, model))
+        sizes.append(usual_size(argument, model))
     one, two = sides
     assert one is not None
     assert two is not None
-    return Sides(
-        one, two, min(sizes, default=_USUAL_SIZE) if len(set(sizes)) > 1 else (sizes or [_USUAL_SIZE])[0]
-    )
+    return Sides(one, two, min(sizes, default=_USUAL_SIZE))
 
 
 def tensors_of(side: Side | Foreign) -> Mapping[str, Tensor]:
     """Parameters and buffers by name."""
     return side.tensors if isinstance(side, Foreign) else side.model.state_dict()
-
-
-def _usual_size(name: str, model: nn.Module) -> int:
-    """The side in pixels of the images that the model is usually trained on."""
-    published = getattr(model, "pretrained_cfg", None)  # timm's
-    size = published.get("input_size") if isinstance(published, dict) else None
-    if size:
-        return int(size[-1])
-    name = canonical_name(name)
-    return _CIFAR_SIZE if name in model_names() and name not in IMAGENET else _USUAL_SIZE

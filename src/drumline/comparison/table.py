@@ -19,32 +19,21 @@ from drumline.core.text import counted, printable
 def totals_lines(measured: Measured) -> list[str]:
     """A table of both models' totals."""
     one, other = measured.totals
-    rows = [
-        (
-            "parameters",
-            f"{one.parameters:,}",
-            f"{other.parameters:,}",
-            _ratio(one.parameters, other.parameters),
-        ),
-        (
-            "GFLOPs per image, forward",
-            f"{one.flops / 1e9:.3g}",
-            f"{other.flops / 1e9:.3g}",
-            _ratio(one.flops, other.flops),
-        ),
-        (
-            "MiB of activations per image",
-            f"{one.kept_bytes / 2**20:.3g}",
-            f"{other.kept_bytes / 2**20:.3g}",
-            _ratio(one.kept_bytes, other.kept_bytes),
-        ),
+    numbers = [
+        ("parameters", "{:,}", one.parameters, other.parameters),
+        ("GFLOPs per image, forward", "{:.3g}", one.flops / 1e9, other.flops / 1e9),
+        ("MiB of activations per image", "{:.3g}", one.kept_bytes / 2**20, other.kept_bytes / 2**20),
+    ]
+    rows = [(title, form.format(a), form.format(b), _ratio(a, b)) for title, form, a, b in numbers]
+    ms = "{:.4g}".format
+    rows.append(
         (
             "ms per step (forward, backward)",
-            f"{1000 * one.step_s:.4g}",
-            f"{1000 * other.step_s:.4g}",
+            ms(1000 * one.step_s),
+            ms(1000 * other.step_s),
             times(measured.ratio),
-        ),
-    ]
+        )
+    )
     return [
         f"{title:<31}{a:>14}{b:>14}{ratio:>10}" for title, a, b, ratio in [("", "A", "B", "B / A"), *rows]
     ]

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
+import torch
 from torch import nn
 
 from drumline.config.sources import names_code
@@ -138,6 +139,13 @@ def canonical_name(name: str) -> str:
     return found[0] if len(found) == 1 else name
 
 
+def usual_size(name: str, model: nn.Module) -> int:
+    """The side in pixels of the images that a model of this name is usually trained on."""
+    published = getattr(model, "pretrained_cfg", None)  # timm's
+    size = published.get("input_size") if isinstance(published, dict) else None
+    return int(size[-1]) if size else 32 if is_cifar(canonical_name(name)) else 224
+
+
 def suggest_models(name: str) -> tuple[str, ...]:
     """At most three names close to a wrong one: built-in models first, then those of torchvision and timm."""
     built_in = model_names()
@@ -246,16 +254,21 @@ def _timm(name: str, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _optional(module: str, name: str) -> Any:
-    """Imports an optional dependency, or says what to install. A broken package raises its own error."""
+    """Imports an optional dependency, or says what to install."""
     package = module.partition(".")[0]
+    instead = "or choose a built-in model (`drumline doctor --models`)"
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
+    except Exception as error:  # a package that does not fit torch may raise anything
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
+            raise UserError(
+                f"model {name} needs the package {package}, which is not installed",
+                fix=f"install {package}, {instead}",
+            ) from error
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"model {name} needs the package {package}, which is not installed",
-            fix=f"install {package}, or choose a built-in model (`drumline doctor --models`)",
+            f"model {name}: {package} is installed, but importing it fails: {type(error).__name__}: {reason}",
+            fix=f"install the version of {package} that fits your torch ({torch.__version__}), {instead}",
         ) from error
 
 

@@ -84,7 +84,11 @@ def line_chart(
         )
     for each in series:
         parts += _line(each, frame)
-    picture = _svg(title, series, axis, parts)
+    ends = "; ".join(
+        f"{each.name} from {axis.text(each.points[0][1])} to {axis.text(each.points[-1][1])}"
+        for each in series
+    )
+    picture = _svg(f"{title}: {ends}", parts, "plot")
     for name, value in (("x0", frame.xs[0]), ("x1", frame.xs[1])):
         picture.set(f"data-{name}", repr(value))
     return _figure(title, picture, _legend(series), _numbers(title, series, axis, x_label))
@@ -115,24 +119,9 @@ def stacked_columns(
                 parts.append(el("rect", tip, class_=f"part {class_}", style=fill, **box))
                 base += value
         if number % every == 0:
-            parts.append(
-                el(
-                    "text",
-                    name,
-                    class_="tick",
-                    x=(left + right) / 2,
-                    y=HEIGHT - BOTTOM + 16,
-                    text_anchor="middle",
-                )
-            )
+            parts.append(_tick(name, (left + right) / 2))
     shown = {kind: class_ for kind, class_ in kinds.items() if any(each.get(kind) for _, each in columns)}
-    picture = el(
-        "svg",
-        parts,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=f"{title}; the table has the numbers",
-    )
+    picture = _svg(f"{title}; the table has the numbers", parts)
     rows = [
         [name, *(axis.text(values.get(kind, 0.0)) for kind in shown)]
         for name, values in thinned(columns, ROWS)
@@ -181,13 +170,7 @@ def reliability(bins: Sequence[tuple[int, float, float]]) -> Element:
         el("line", class_="ideal", x1=frame.x(0.0), y1=frame.y(0.0), x2=frame.x(1.0), y2=frame.y(1.0))
     )
     title = "Confidence against accuracy"
-    picture = el(
-        "svg",
-        parts,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=f"{title}; the table has the numbers",
-    )
+    picture = _svg(f"{title}; the table has the numbers", parts)
     rows = [
         [f"{n * width:.0%}–{(n + 1) * width:.0%}", f"{samples:,}", f"{accuracy:.1%}", f"{confidence:.1%}"]
         for n, (samples, accuracy, confidence) in enumerate(bins)
@@ -250,26 +233,16 @@ class _Frame:
         for value in values:
             at = self.y(value)
             yield el("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at)
-            yield el("text", self.axis.text(value), class_="tick", x=LEFT - 6, y=at + 4, text_anchor="end")
+            yield _tick(self.axis.text(value), LEFT - 6, at + 4, "end")
 
     def x_axis(self, label: str, text: Callable[[float], str] = "{:g}".format) -> Iterable[Child]:
         whole = text == "{:g}".format and self.xs[1] - self.xs[0] >= 2  # no halves of epochs
         for value in ticks(*self.xs, about=6, least=1.0 if whole else 0.0):
-            at = self.x(value)
-            yield el(
-                "text",
-                text(round(value, 6)),
-                class_="tick",
-                x=at,
-                y=HEIGHT - BOTTOM + 16,
-                text_anchor="middle",
-            )
+            yield _tick(text(round(value, 6)), self.x(value))
         yield self.x_title(label)
 
     def x_title(self, label: str) -> Element:
-        return el(
-            "text", label, class_="tick", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle"
-        )
+        return _tick(label, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6)
 
 
 def _drawable(series: Series, log: bool) -> Series:
@@ -334,17 +307,9 @@ def _legend(series: Sequence[Series]) -> Element | None:
         return None
     items = []
     for each in series:
-        swatch: list[Child] = [
-            el(
-                "line",
-                class_=f"line c{each.colour}",
-                x1=0,
-                x2=26,
-                y1=6,
-                y2=6,
-                stroke_dasharray=DASHES[each.look % 8] or None,
-            )
-        ]
+        dashes = DASHES[each.look % 8] or None
+        line = el("line", class_=f"line c{each.colour}", x1=0, x2=26, y1=6, y2=6, stroke_dasharray=dashes)
+        swatch: list[Child] = [line]
         if each.marked:
             swatch.append(_marker(13, 6, each))
         items.append(
@@ -357,19 +322,12 @@ def _legend(series: Sequence[Series]) -> Element | None:
     return el("ul", items, class_="legend")
 
 
-def _svg(title: str, series: Sequence[Series], axis: Axis, parts: list[Child]) -> Element:
-    ends = "; ".join(
-        f"{each.name} from {axis.text(each.points[0][1])} to {axis.text(each.points[-1][1])}"
-        for each in series
-    )
-    return el(
-        "svg",
-        parts,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=f"{title}: {ends}",
-        class_="plot",
-    )
+def _svg(label: str, parts: list[Child], class_: str | None = None) -> Element:
+    return el("svg", parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, class_=class_)
+
+
+def _tick(text: str, x: float, y: float = HEIGHT - BOTTOM + 16, anchor: str = "middle") -> Element:
+    return el("text", text, class_="tick", x=x, y=y, text_anchor=anchor)
 
 
 def _hatch(class_: str) -> Element | None:

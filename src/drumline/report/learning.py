@@ -180,19 +180,15 @@ def curves(run: RunFacts) -> list[Element]:
     return [chart for chart in charts if chart is not None]
 
 
+def title(run: RunFacts) -> Element:
+    """The name of a run and its state."""
+    state = run.summary.state
+    return el("h1", run.name, " ", el("span", f"{STATES.get(state, '')} {state}", class_=f"state {state}"))
+
+
 def head(run: RunFacts) -> list[Child]:
     """The opening of the page of one run."""
-    state = run.summary.state
-    return [
-        el(
-            "h1",
-            run.name,
-            " ",
-            el("span", f"{STATES.get(state, '')} {state}", class_=f"state {state}"),
-        ),
-        el("p", prose(summary_sentence(run)), class_="lead"),
-        figures(run),
-    ]
+    return [el("p", prose(summary_sentence(run)), class_="lead"), figures(run)]
 
 
 def _loss(value: float) -> str:

@@ -137,19 +137,9 @@ def events(run: RunFacts) -> list[Child]:
     """What happened to the run, from its log."""
     found = run.events
     starts = sum(each.kind == "started" for each in found)
-    rough = {
-        kind: sum(each.kind == kind for each in found) for kind in ("killed", "failed", "stopped", "warning")
-    }
-    said = ", ".join(
-        counted(count, word, several)
-        for kind, word, several in (
-            ("killed", "kill", ""),
-            ("failed", "failure", ""),
-            ("stopped", "stop", ""),
-            ("warning", "warning", ""),
-        )
-        if (count := rough[kind])
-    )
+    kinds = {"killed": "kill", "failed": "failure", "stopped": "stop", "warning": "warning"}
+    counts = {word: sum(each.kind == kind for each in found) for kind, word in kinds.items()}
+    said = ", ".join(counted(count, word) for word, count in counts.items() if count)
     if starts <= 1 and not said:
         return [el("p", "One start, no interruption, no warning.")]
     shown = found if len(found) <= EVENTS else [*found[: EVENTS // 2], *found[-EVENTS // 2 :]]

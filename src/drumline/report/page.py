@@ -78,7 +78,13 @@ def page(runs: Sequence[RunFacts], live: bool = False) -> str:
 
 def _head(runs: Sequence[RunFacts]) -> Element:
     if len(runs) == 1:
-        return el("div", learning.head(runs[0]), id="summary", class_="head")
+        return el(
+            "div",
+            learning.title(runs[0]),
+            _shown(lambda: learning.head(runs[0])),
+            id="summary",
+            class_="head",
+        )
     text = f"{len(runs)} runs side by side. Each run has the same colour, dashes and marker in every chart."
     return el("div", el("h1", "Comparison"), el("p", text, class_="lead"), id="summary", class_="head")
 
@@ -110,17 +116,20 @@ def _several(runs: Sequence[RunFacts]) -> list[Element | None]:
 
 
 def _section(title: str, name: str, content: Callable[[], Sequence[Child]]) -> Element | None:
-    """A section; None if it is empty. What a damaged or foreign file does not allow costs this section alone."""
-    try:
-        made = content()
-    except ODD as error:
-        text = (
-            f"This section cannot be shown: a file of the run is damaged ({type(error).__name__}: {error})."
-        )
-        made = [el("p", text, class_="none")]
+    """A section; None if it is empty."""
+    made = _shown(content)
     if not any(each is not None for each in made):
         return None
     return el("section", el("h2", title), made, id=name, aria_label=title)
+
+
+def _shown(content: Callable[[], Sequence[Child]]) -> Sequence[Child]:
+    """The content. What a damaged or foreign file does not allow costs this part of the page alone."""
+    try:
+        return content()
+    except ODD as error:
+        text = f"This cannot be shown: a file of the run has odd content ({type(error).__name__}: {error})."
+        return [el("p", text, class_="none")]
 
 
 def _origin(run: RunFacts) -> list[Child]:

@@ -18,6 +18,8 @@ MATRIX = 20
 PAIRS = 12
 LISTED = 24
 """Classes that are listed at once; the others are folded."""
+FOLDED = 5_000
+"""The most that are folded: 200,000 classes would be a page of 33 MB."""
 
 
 def confusion(run: RunFacts) -> list[Child]:
@@ -98,8 +100,9 @@ def classes(run: RunFacts) -> list[Child]:
         title = f"The {LISTED - 6} worst and the 6 best of {len(scored):,} classes"
     parts: list[Child] = [_class_table(title, shown)]
     if len(scored) > LISTED:
-        every = _class_table("Accuracy by class, the worst first", scored)
-        parts.append(folded(f"All {len(scored):,} classes", every))
+        every = _class_table("Accuracy by class, the worst first", scored[:FOLDED])
+        title = f"All {len(scored):,} classes" if len(scored) <= FOLDED else f"The {FOLDED:,} worst classes"
+        parts.append(folded(title, every))
     return parts
 
 

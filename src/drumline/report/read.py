@@ -110,7 +110,9 @@ class RunFacts:
     def report(self) -> Report | None:
         """The predictions of the best evaluation, if the log has it."""
         found = self.evaluation
-        if found is None or all(line.get("step") != found.step for line in self.evals):
+        if found is None or not any(
+            line.get("step") == found.step and line.get("best") is True for line in self.evals
+        ):
             return None
         return found.report(self.classes)
 

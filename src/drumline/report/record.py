@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from drumline.core.files import CorruptError, read_small, write_bytes, write_text
-from drumline.report.scores import Numbers, Report
+from drumline.report.scores import NO_CLASS, Numbers, Report
+from drumline.report.units import FIXED_POINT
 
 FOLDER = "report"
 FACTS, EVALUATION = "run.json", "evaluation.npz"
 MISTAKES, BATCH = "mistakes.json", "batch.json"
 MAX_BYTES = 1 << 28
+MAX_CLASSES = 10**7
 TILE = 96
 """The longest side of a picture, in pixels."""
 LOSSLESS = 48
@@ -146,12 +148,28 @@ def read_evaluation(run: Path) -> Evaluation | None:
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             arrays = {name: stored[name].astype(np.int64) for name in stored.files}
         found = Evaluation(step=int(arrays.pop("step")), **arrays)
-    except (OSError, CorruptError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile):
+    except (
+        OSError,
+        CorruptError,
+        ValueError,
+        TypeError,
+        KeyError,
+        EOFError,
+        MemoryError,
+        zipfile.BadZipFile,
+    ):
         return None
     columns = [found.labels, found.predictions, found.probabilities]
     columns += [found.teacher] if found.teacher is not None else []
-    alike = all(each.shape == (len(found.labels),) for each in columns) and len(found.labels) > 0
-    return found if alike and found.labels.min() >= 0 and found.predictions.min() >= -1 else None
+    sound = (
+        found.labels.ndim == 1
+        and len(found.labels) > 0
+        and all(each.shape == found.labels.shape for each in columns)
+        and found.labels.min() >= 0
+        and all(each.min() >= NO_CLASS and each.max() < MAX_CLASSES for each in (*columns[:2], *columns[3:]))
+        and 0 <= found.probabilities.min() <= found.probabilities.max() <= FIXED_POINT
+    )
+    return found if sound else None
 
 
 def _base64(data: bytes) -> str:

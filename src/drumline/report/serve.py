@@ -11,6 +11,7 @@ import errno
 import hmac
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -56,9 +57,12 @@ class PageServer(ThreadingHTTPServer):
 
     def admits(self, path: str, host: str) -> bool:
         """Whether a request may see the page. A page of another site that a name was made to lead here cannot."""
-        if not self.token:
-            return (urlsplit(f"//{host}").hostname or "") in LOOPBACK
-        given = parse_qs(urlsplit(path).query).get("token", [""])[0]
+        try:
+            if not self.token:
+                return (urlsplit(f"//{host}").hostname or "") in LOOPBACK
+            given = parse_qs(urlsplit(path).query).get("token", [""])[0]
+        except ValueError:  # no address
+            return False
         return hmac.compare_digest(given.encode(), self.token.encode())
 
     def current(self) -> tuple[str, bytes]:
@@ -68,6 +72,12 @@ class PageServer(ThreadingHTTPServer):
             if tag != self._made[0]:
                 self._made = tag, page(read_runs(self._runs), live=True).encode()
             return self._made
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """One line instead of a traceback, and nothing for a browser that has left."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError | TimeoutError):
+            print(printable(f"the page cannot be made: {type(error).__name__}: {error}"), file=sys.stderr)
 
     def _state(self) -> tuple[object, ...]:
         """What changes when a run does: the times and sizes of its files, and whether it is under way."""
@@ -88,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self.server.admits(self.path, self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"Open the address that `drumline report --serve` printed.\n")
-        elif urlsplit(self.path).path != "/":
+        elif self.path.partition("?")[0] != "/":
             self._answer(HTTPStatus.NOT_FOUND, b"Not found: this server has only one page.\n")
         else:
             tag, content = self.server.current()

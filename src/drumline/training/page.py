@@ -66,15 +66,19 @@ class RunPage:
     """Whether the run may write into its folder."""
     facts: dict[str, Any]
     """What the page says about the model and the data."""
-    _waiting: Evaluation | None = None
-    """The newest best evaluation that is not written yet."""
+    _best: Evaluation | None = None
+    """The newest best evaluation of this process."""
+    _written: Evaluation | None = None
+    """That of which the folder has the predictions."""
     _sheet: Sheet | None = None
     """The pictures of the first batch, until they are written."""
     _thread: threading.Thread | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _news: threading.Event = field(default_factory=threading.Event)
     _facts_due: bool = True
-    _failed: bool = False
+    _failure: Exception | None = None
+    """The first one. The thread leaves its report to the loop: the log may be closed meanwhile."""
+    _reported: bool = False
 
     def first_batch(self, batch: Batch, step: int) -> None:
         """Takes pictures of this process's first batch, as the model sees them. Waits for the device."""
@@ -83,7 +87,7 @@ class RunPage:
         try:
             self._sheet = batch_sheet(batch, self.sets, step, PICTURES)
         except Exception as error:
-            self._fail(error)
+            self._failure = error
 
     def recording(self) -> Predictions:
         """Collects the predictions of an evaluation."""
@@ -97,7 +101,8 @@ class RunPage:
             if self.teacher is not None:
                 teacher = (self.world.all_reduce(self.teacher + 1).cpu() - 1).numpy()
             if self.folder is not None:
-                self._waiting = Evaluation(step, self.sets.eval.labels, predictions, probabilities, teacher)
+                self._best = Evaluation(step, self.sets.eval.labels, predictions, probabilities, teacher)
+        self._report()
         self._news.set()
         if self.folder is not None and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="page", daemon=True)
@@ -109,10 +114,11 @@ class RunPage:
         self.log = log
         if self._thread is not None:
             self._thread.join(WAIT_S)
-            if self._thread.is_alive():
-                self._fail(TimeoutError(f"not written within {WAIT_S:.0f} s"))
-                return
-        self._write()
+        if self._thread is not None and self._thread.is_alive():
+            self._failure = self._failure or TimeoutError(f"not written within {WAIT_S:.0f} s")
+        else:
+            self._write()
+        self._report()
 
     def _work(self) -> None:
         pause = EXPECTED_S / SHARE
@@ -140,23 +146,22 @@ class RunPage:
             if (sheet := self._sheet) is not None:
                 write_sheet(folder / BATCH, sheet)
                 self._sheet = None
-            if (evaluation := self._waiting) is not None:
+            if (evaluation := self._best) is not None and evaluation is not self._written:
                 write_evaluation(folder, evaluation)
                 mistakes = mistakes_sheet(evaluation, self.sets, self.seed, PICTURES)
                 if mistakes is None:
                     (folder / MISTAKES).unlink(missing_ok=True)
                 else:
                     write_sheet(folder / MISTAKES, mistakes)
-                if self._waiting is evaluation:
-                    self._waiting = None
+                self._written = evaluation
             write_page(self.folder)
         except Exception as error:
-            self._fail(error)
+            self._failure = self._failure or error
 
-    def _fail(self, error: Exception) -> None:
-        """Reports the first failure."""
-        if not self._failed:
-            self._failed = True
+    def _report(self) -> None:
+        """Reports the first failure, once."""
+        if (error := self._failure) is not None and not self._reported:
+            self._reported = True
             self.log(
                 f"WARNING: the report of this run is not written ({type(error).__name__}: {error}); "
                 "the run itself is not affected"
