@@ -23,7 +23,7 @@ def _why(capsys: pytest.CaptureFixture[str], run: Path) -> tuple[str, dict[str, 
 def test_a_finished_run_has_a_table_a_verdict_and_a_line_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, "slow", "train.eval_every=0.1")
+    train(tmp_path, "slow", "train.eval_every=0.04", "checkpoint.every_steps=0")
     text, result = _why(capsys, tmp_path / "runs/slow")
     assert "  computing  " in text
     found = {each["code"]: each for each in result["findings"]}

@@ -212,6 +212,10 @@ PRIVATE: dict[str, tuple[str, Callable[[], bool]]] = {
     "_get_default_store": ("the store of a script's own process group", _default_store),
     "_cdata": ("a number that identifies a storage; data_ptr() is 0 for a fake tensor", _storage),
     "torch.utils._python_dispatch": ("following the input of a model from operator to operator", _dispatch),
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        "the FLOPs of attention on a CPU, which torch does not count",
+        lambda: hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
+    ),
     "_schema": ("whether an operator writes into its arguments, and where its flags are", _dispatch),
     "_inductor": ("AOTInductor, which is public in spite of its name", _aoti),
     "_ConvNd": (

@@ -55,8 +55,8 @@ def test_nothing_stands_out_and_the_share_that_computes() -> None:
 def test_a_short_last_interval_does_not_replace_a_long_first_one() -> None:
     last = replace(interval(2), steps=1)
     lines = verdict_lines(evidence(interval(), last), [], 80)
-    assert lines[0].startswith("101 steps to step 200: ")
-    assert verdict_lines(Evidence([last]), [], 80)[0].startswith("1 step to step 200: ")
+    assert lines[0].startswith("101 steps up to step 200: ")
+    assert verdict_lines(Evidence([last]), [], 80)[0].startswith("1 step up to step 200: ")
     assert "without the first 100" in verdict_lines(evidence(interval(), interval(2)), [], 80)[0]
 
 

@@ -16,14 +16,16 @@ EVALUATION_AIM, CHECKPOINT_AIM = 0.1, 0.02
 
 
 def evaluation_heavy(figures: Figures) -> Iterator[Slowdown]:
-    taken = max(figures.get("host_evaluation_ms")) * _usual(figures)
+    measured = max(figures.get("host_evaluation_ms"))
+    taken = measured * _usual(figures)
     share = taken / figures.wall_ms
     if share < EVALUATION_WORTH:
         return
     now = figures.setting("train.eval_every") or 0
     factor = _rarer(share, EVALUATION_AIM)
     flag = figures.flag("train.eval_every", f"{now * factor:g}") if now else ""
-    text = f"evaluations take {percent(share)} of the time ({ms(taken)} per step of {ms(figures.step_ms)})"
+    cost = f"{ms(measured)} per step of {ms(figures.step_ms)}"
+    text = f"evaluations take {percent(measured / figures.wall_ms)} of the time ({cost})"
     yield figures.slowdown(
         "evaluation", text, taken * (1 - 1 / factor), flag, "evaluate less often, or on fewer images"
     )
