@@ -314,6 +314,29 @@ def test_a_verdict_that_fails_does_not_end_the_script(
     assert "no verdict, because of ZeroDivisionError: 0 steps" in capsys.readouterr().err
 
 
+def test_a_clock_that_cannot_start_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: object) -> None:
+        raise drumline.UserError("a group over MPI has no store", "use gloo")
+
+    monkeypatch.setattr("drumline.diagnosis.script.clock.peers_of", fail)
+    loader, model, optimizer = parts()
+    with pytest.raises(drumline.UserError, match="MPI"):
+        drumline.clock(loader, model, optimizer)
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_optimizer_without_a_fused_form_is_not_told_to_use_it() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+    loader, model, plain = parts()
+    for optimizer, fused in ((Own(model.parameters()), True), (plain, False)):
+        with drumline.clock(loader, model, optimizer, report=False) as clock:
+            assert clock._message()["facts"]["fused"] is fused
+
+
 def test_what_cannot_be_timed_is_refused_with_a_fix() -> None:
     loader, model, _ = parts()
     with pytest.raises(drumline.UserError, match=r"fix: drumline\.clock\(loader, model, optimizer\)"):

@@ -123,14 +123,14 @@ class Clock:
         self._gpu = device.type == "cuda"
         self._clock = StepClock(device, parts=self._parts)
         self._history = History(perf_counter)
+        wrapper = wrapper_of(model)
+        self._peers = peers_of(wrapper.process_group if wrapper is not None else None)
         self._loop = LoopParts(
             loaders, model, optimizers, self._clock, self._parts, self._begin, self._stepped
         )
         if self._gpu:
             self._mark_batches(device)
         self._lines = LineSampler(self._parts)
-        wrapper = wrapper_of(model)
-        self._peers = peers_of(wrapper.process_group if wrapper is not None else None)
         self._messages: list[Mapping[str, Any] | None] = [None] * self._peers.size
         self._failed = False
         self._look_at = math.inf
@@ -211,7 +211,7 @@ class Clock:
             return f"drumline.clock: no verdict, because of {type(error).__name__}: {error}"
 
     def _at_exit(self) -> None:
-        self._failed = self._failed or sys.exc_info()[1] is not None
+        self._failed = self._failed or getattr(sys, "last_value", None) is not None
         self.close()
 
     def _verdict(self) -> Verdict:
@@ -238,7 +238,7 @@ class Clock:
                 "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", self._peers.size)),
                 "torch_threads": torch.get_num_threads(),
                 "arrays": True,  # so that a loader's processes, which often wait, are not taken for threads
-                "fused": all(each.defaults.get("fused") is True for each in self._optimizers),
+                "fused": all(each.defaults.get("fused", True) is True for each in self._optimizers),
                 "evaluated": self._loop.counts.evaluated,
                 **self._loop.facts,
             },
