@@ -62,13 +62,13 @@ def main() -> None:
     if options.train:
         train(options.train, options.epochs)
         return
-    command = shutil.which("traceml", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if command is None:
-        print("needs TraceML (pip install traceml-ai)")
-        return
-    problems = list(PROBLEMS)[:2] if options.small else [name for name in PROBLEMS if options.only in name]
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, CPU\n")
     print("| planted | verdict | warnings |\n|---|---|---|")
+    command = shutil.which("traceml", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if command is None:
+        print("\nneeds TraceML (pip install traceml-ai)")
+        return
+    problems = list(PROBLEMS)[:2] if options.small else [name for name in PROBLEMS if options.only in name]
     for problem in problems:
         with tempfile.TemporaryDirectory() as folder:
             first, others = diagnosis(command, problem, Path(folder), options.epochs)

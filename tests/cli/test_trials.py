@@ -46,12 +46,15 @@ def folder(tmp_path: Path) -> Path:
 
 def why(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     """The result of a command, and what it printed. Nothing may remain of it where the user works."""
-    before = sorted(folder.rglob("*"))
+    before = _files(folder)
     done = drumline("why", *words, folder=folder)
     found = result(done)
-    after = [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
-    assert after == before
+    assert _files(folder) == before
     return found, done.stdout
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
 
 
 @pytest.mark.slow

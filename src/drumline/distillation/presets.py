@@ -15,8 +15,6 @@ from pathlib import Path
 from drumline.core.errors import UserError
 from drumline.core.text import either
 from drumline.distillation.literature import BENCHMARKS, SMALL, Benchmark, Settings
-from drumline.distillation.method import options_of
-from drumline.distillation.methods import METHODS
 
 
 def preset_arguments(name: str) -> list[str]:
@@ -32,11 +30,7 @@ def preset_arguments(name: str) -> list[str]:
     argv += [f"distill.teacher={_model(benchmark, teacher)}", f"distill.method={kind.partition('+')[0]}"]
     argv += [f"distill.r={settings.r}", f"distill.a={settings.a}"]
     argv += [f"distill.b={settings.b}"] if settings.b is not None else []
-    argv += (
-        [f"distill.T={settings.T}"]
-        if settings.a or "T" in options_of(METHODS[kind.partition("+")[0]])
-        else []
-    )
+    argv += [f"distill.T={settings.T}"] if settings.a or _reads_temperature(kind.partition("+")[0]) else []
     argv += ["distill.standardise=true"] if settings.standardise else []
     argv += [f"distill.options={','.join(settings.options)}"] if settings.options else []
     argv += [f"distill.initial_lr={settings.initial_lr}"] if settings.initial_lr is not None else []
@@ -100,6 +94,14 @@ _SPELLINGS = {
     "shufflev2": "shufflenet_v2",
 }
 """Names from the literature, for suggestions."""
+
+
+def _reads_temperature(method: str) -> bool:
+    # Imported here, because methods import torch, which a launcher does without.
+    from drumline.distillation.method import options_of
+    from drumline.distillation.methods import METHODS
+
+    return "T" in options_of(METHODS[method])
 
 
 def _parse(name: str) -> tuple[Benchmark, str, str]:
