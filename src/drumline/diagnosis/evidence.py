@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drumline.core.account import BETWEEN_STEPS
 from drumline.observe.runs import metric_lines, run_settings
 
 TIMES = "times"
@@ -56,7 +57,7 @@ class Interval:
     @property
     def walls(self) -> tuple[float, ...]:
         """Of each rank: milliseconds per step, with evaluations and saves."""
-        names = ("step_ms", "host_evaluation_ms", "host_checkpoint_ms")
+        names = ("step_ms", *(f"host_{part}_ms" for part in BETWEEN_STEPS))
         return tuple(map(sum, zip(*map(self.get, names), strict=True)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drumline.core.account import BETWEEN_STEPS
 from drumline.core.text import counted, percent, rate, wrapped_lines
 from drumline.diagnosis.evidence import Evidence
 from drumline.diagnosis.figures import Figures, ms
@@ -34,7 +35,7 @@ def time_parts(figures: Figures, rank: int) -> dict[str, float]:
     def of(name: str) -> float:
         return figures.get(name)[rank]
 
-    between = {name: of(f"host_{name}_ms") for name in ("evaluation", "checkpoint")}
+    between = {name: of(f"host_{name}_ms") for name in BETWEEN_STEPS}
     if figures.on_gpu:
         copy = of("copy_ms")
         step = {"data": of("data_ms") - copy, "copy": copy, "late": of("late_ms")}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from drumline.config.sources import names_code
-from drumline.core.account import COMPUTE, DATA, EXCHANGE, GUARDS, LOG, OTHER
+from drumline.core.account import BETWEEN_STEPS, COMPUTE, DATA, EXCHANGE, GUARDS, LOG, OTHER
 from drumline.core.text import percent
 from drumline.diagnosis.figures import HOST_PARTS, Figures, ms
 from drumline.diagnosis.slowdown import Slowdown
@@ -222,8 +222,7 @@ def stalled_ms(figures: Figures, rank: int) -> float:
     wall = figures.whole.walls[rank]
     awake = figures.get("loop_cores")[rank] + figures.get("loop_queued")[rank]
     asleep = wall * (1 - min(1.0, awake))
-    known = sum(figures.part(rank, part) for part in (DATA, EXCHANGE))
-    known += sum(figures.get(f"host_{part}_ms")[rank] for part in ("evaluation", "checkpoint"))
+    known = sum(figures.part(rank, part) for part in (DATA, EXCHANGE, *BETWEEN_STEPS))
     if figures.fact("torch_threads", 1) > 1:  # it waits for the threads that compute with it
         of_others = figures.get("own_cores")[rank] - figures.get("loop_cores")[rank]
         queued = figures.get("queued_cores")[rank] - figures.get("loop_queued")[rank]
